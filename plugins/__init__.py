@@ -1,0 +1,1 @@
+"""Parts that a configuration may swap in; each could stand in a package of its own."""
