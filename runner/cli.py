@@ -1,0 +1,125 @@
+"""`python -m runner`: compose, check, launch. One clear line per mistake, and nothing created for it.
+
+Exit codes: 0 done; 1 the run failed or diverged; 2 the command is wrong; 130 / 143 stopped by
+SIGINT / SIGTERM after saving a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from runner import CONF, __version__
+
+if TYPE_CHECKING:
+    from runner.launch import Outcome
+
+
+class ConfigError(ValueError):
+    """A command that cannot run; `problems` are its one-line reasons."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    code = run_command(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written and closed by now; tearing torch down would only cost half a second.
+    os._exit(code)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Compose, check and launch what `arguments` ask for; return the exit code."""
+    if list(arguments) in (["--version"], ["-V"]):
+        print(f"runner {__version__}")
+        return 0
+    asked = "HYDRA_FULL_ERROR" in os.environ
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    outcomes: list[Outcome | ConfigError] = []
+    try:
+        _hydra_app(outcomes, restore_env=not asked)()
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else 1 if leave.code else 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from runner.explain import explain
+
+        lines = explain(error)
+        if lines is None:
+            raise
+        return _refuse(lines)
+    for outcome in outcomes:
+        if isinstance(outcome, ConfigError):
+            return _refuse(outcome.problems)
+    return max((o.code for o in outcomes if not isinstance(o, ConfigError)), default=0)
+
+
+def _refuse(problems: Sequence[str]) -> int:
+    for line in problems:
+        print(f"runner: error: {line}", file=sys.stderr)
+    return 2
+
+
+def _hydra_app(outcomes: list[Outcome | ConfigError], *, restore_env: bool) -> Any:
+    import hydra
+
+    # Hydra 1.4 warns about a version base; 1.3 needs it.
+    base = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+
+    @hydra.main(config_path=str(CONF), config_name="config", **base)
+    def app(cfg: Any) -> float | None:
+        if restore_env:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        try:
+            outcomes.append(start(cfg))
+        except ConfigError as error:
+            # Returned, not raised: Hydra would print its own text about the failed job.
+            outcomes.append(error)
+            return None
+        outcome = outcomes[-1]
+        return None if isinstance(outcome, ConfigError) else outcome.val_loss
+
+    return app
+
+
+def start(cfg: Any) -> Outcome:
+    """Check one composed configuration and run it.
+
+    Raises:
+        ConfigError: with every problem found; nothing was created then.
+    """
+    from runner.launch import launch
+
+    return launch(resolve(cfg))
+
+
+def resolve(cfg: Any) -> dict[str, Any]:
+    """Return the composed configuration as checked plain containers.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from runner.config import check
+    from runner.explain import explain
+    from runner.rules import cross_check
+
+    try:
+        config = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error) or [str(error)]) from error
+    assert isinstance(config, dict)
+    plain = {str(key): value for key, value in config.items() if key != "hydra"}
+    problems = check(plain) or cross_check(plain)
+    if problems:
+        raise ConfigError(problems)
+    return plain

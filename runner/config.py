@@ -1,0 +1,175 @@
+"""Check a composed configuration and build its parts: a config node is a constructor call."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from runner import fits
+from runner.signature import Signature, TargetError, config_name, signature_of
+
+SUPPLIED = frozenset(
+    {"rank", "world", "device", "segments", "rng", "dir", "layout"}
+)
+"""Arguments that the program passes itself; a configuration may not set them."""
+
+GROUPS = (
+    *("run", "train", "data", "model", "optimizer", "scheduler", "clip", "outlier", "precision", "parallel"),
+    *("checkpoint", "evaluate", "logger", "meter", "debug"),
+)
+MULTIPLE = ("evaluate", "logger")
+TRUSTED = ("runner", "torch.optim")
+
+Config = dict[str, Any]
+
+
+def check(config: Config) -> list[str]:
+    """Return every problem of a resolved configuration, one line each, config path first."""
+    problems = [f"{key}: {_unknown(key, GROUPS)}" for key in config if key not in GROUPS and key != "sweep"]
+    trust = _trusted(config)
+    for group in GROUPS:
+        node = config.get(group)
+        if group in MULTIPLE:
+            problems += _check_many(node, group, trust)
+        elif not isinstance(node, Mapping):
+            problems.append(
+                f"{group}: expected the settings of one option, got {fits.show(node)}{_choices(group)}"
+            )
+        else:
+            problems += check_node(node, group, trust)
+    return problems
+
+
+def _check_many(node: Any, group: str, trust: tuple[str, ...]) -> Iterator[str]:
+    if not isinstance(node, Mapping):
+        yield f"{group}: expected named entries, got {fits.show(node)} (write {group}=none for none)"
+        return
+    for name, entry in node.items():
+        if isinstance(entry, Mapping):
+            yield from check_node(entry, f"{group}.{name}", trust)
+        elif entry is not None:
+            yield f"{group}.{name}: expected the settings of one {group} entry, got {fits.show(entry)}"
+
+
+def _choices(group: str) -> str:
+    from runner import CONF
+
+    names = sorted(p.stem for p in (CONF / group).glob("*.yaml"))
+    return f"; choose one of {', '.join(names)}" if names else ""
+
+
+def check_node(node: Mapping[str, Any], path: str, trust: tuple[str, ...] = TRUSTED) -> Iterator[str]:
+    """Yield the problems of one constructor call."""
+    target = node.get("_target_")
+    if not isinstance(target, str):
+        yield f"{path}: needs a _target_ (the class or function to call)"
+        return
+    if not _allowed(target, trust):
+        root = target.split(".")[0]
+        yield (
+            f"{path}._target_: '{target}' is outside the trusted packages ({', '.join(trust)}); "
+            f"add run.trust=[{root}] if you trust it"
+        )
+        return
+    try:
+        signature = signature_of(target)
+    except TargetError as error:
+        yield f"{path}._target_: {error}"
+        return
+    yield from _check_arguments(node, path, signature, trust)
+
+
+def _check_arguments(
+    node: Mapping[str, Any], path: str, signature: Signature, trust: tuple[str, ...]
+) -> Iterator[str]:
+    known = {config_name(name): p for name, p in signature.parameters.items()}
+    allowed = [name for name in known if name not in SUPPLIED]
+    for key, value in node.items():
+        if key == "_target_":
+            continue
+        if key in known and key not in SUPPLIED:
+            yield from _check_value(value, f"{path}.{key}", known[key].annotation, trust)
+        elif not signature.takes_any or key in SUPPLIED:
+            yield f"{path}.{key}: {_unknown(key, allowed, path)}"
+    for name, parameter in known.items():
+        if parameter.required and name not in node and name not in SUPPLIED:
+            yield f"{path}.{name}: is required"
+
+
+def _check_value(value: Any, path: str, annotation: Any, trust: tuple[str, ...]) -> Iterator[str]:
+    if value == "???":
+        yield f"{path}: is required, give it on the command line ({path}=...)"
+    elif isinstance(value, Mapping) and "_target_" in value:
+        yield from check_node(value, path, trust)
+    else:
+        wrong = fits.problem(value, annotation)
+        if wrong:
+            yield f"{path}: {wrong}"
+
+
+def _unknown(key: str, allowed: Any, path: str = "") -> str:
+    near = difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.5)
+    prefix = f"{path}." if path else ""
+    hint = (
+        f" (did you mean {prefix}{near[0]}?)"
+        if near
+        else f"; there is {', '.join(allowed)}"
+        if allowed
+        else ""
+    )
+    return f"no such option{hint}"
+
+
+def _trusted(config: Config) -> tuple[str, ...]:
+    run = config.get("run")
+    extra = run.get("trust") if isinstance(run, Mapping) else None
+    return (*TRUSTED, *(str(p) for p in extra)) if isinstance(extra, list | tuple) else TRUSTED
+
+
+def _allowed(target: str, trust: tuple[str, ...]) -> bool:
+    return any(target.startswith(f"{package}.") for package in trust)
+
+
+def build(node: Mapping[str, Any], *, trust: tuple[str, ...] = TRUSTED, **context: Any) -> Any:
+    """Call a node's target; `context` fills the arguments that the node leaves out or null.
+
+    A function whose leading argument is left open (a scheduler's `step`) comes back as a partial.
+
+    Raises:
+        TargetError: the target is not allowed or does not exist.
+        ValueError: whatever the constructor says of its arguments.
+    """
+    target = str(node["_target_"])
+    if not _allowed(target, trust):
+        raise TargetError(f"'{target}' is outside the trusted packages ({', '.join(trust)})")
+    signature = signature_of(target)
+    arguments: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        value = node.get(config_name(name))
+        if value is None and name in context:
+            arguments[name] = context[name]
+        elif config_name(name) in node:
+            arguments[name] = _value(value, parameter.annotation, trust)
+    if signature.takes_any:
+        extra = set(node) - {config_name(n) for n in signature.parameters} - {"_target_"}
+        arguments |= {key: node[key] for key in extra}
+    module, _, name = target.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    if signature.open and not inspect.isclass(found):
+        return functools.partial(found, **arguments)
+    return found(**arguments)
+
+
+def _value(value: Any, annotation: Any, trust: tuple[str, ...]) -> Any:
+    if isinstance(value, Mapping) and "_target_" in value:
+        return build(value, trust=trust)
+    return fits.convert(value, annotation)
+
+
+def trusted(config: Config) -> tuple[str, ...]:
+    """Return the package prefixes whose targets this configuration may call."""
+    return _trusted(config)

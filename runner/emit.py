@@ -1,0 +1,93 @@
+"""Hand events to the loggers, and keep a broken logger from hurting the run."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from runner.api import Event, Logger, Note, RunInfo
+
+log = logging.getLogger(__name__)
+
+RECORDS = ("llmc", "jsonl")
+"""The loggers that are the record of a run: their lines are kept and tried again after a failure."""
+
+_KEPT = 100_000
+
+
+class Emitter:
+    """Fan out events to named loggers.
+
+    A logger that raises is reported once and dropped: a dead dashboard must not end a week of training.
+    The record keeps what it could not write (a full disk) and writes it, in order, once it can.
+    """
+
+    def __init__(self, loggers: Mapping[str, Logger]) -> None:
+        self.loggers = dict(loggers)
+        self._waiting: dict[str, deque[Event]] = {}
+
+    def open(self, run: RunInfo) -> None:
+        """Open every logger; one that cannot open is dropped, unless it is the record."""
+        for name, logger in list(self.loggers.items()):
+            try:
+                logger.open(run)
+            except Exception as error:
+                if name in RECORDS:
+                    raise
+                self._drop(name, error, run.start_step)
+
+    def __call__(self, events: Iterable[Event]) -> None:
+        for event in events:
+            for name in list(self.loggers):
+                self._send(name, event)
+
+    def _send(self, name: str, event: Event) -> None:
+        waiting = self._waiting.setdefault(name, deque(maxlen=_KEPT))
+        waiting.append(event)
+        try:
+            while waiting:
+                self.loggers[name].log(waiting[0])
+                waiting.popleft()
+        except Exception as error:
+            if name not in RECORDS:
+                self._drop(name, error, event.step)
+            elif len(waiting) == 1:
+                self._tell(Note(event.step, f"logger.{name}: {_text(error)}; its lines wait in memory", "error"))
+
+    def _drop(self, name: str, error: Exception, step: int) -> None:
+        del self.loggers[name]
+        self._waiting.pop(name, None)
+        self._tell(Note(step, f"logger.{name} is off: {_text(error)}; the run goes on without it", "warning"))
+
+    def _tell(self, note: Note) -> None:
+        log.warning("%s", note.text)
+        for name, logger in self.loggers.items():
+            if name not in RECORDS:
+                try:
+                    logger.log(note)
+                except Exception:
+                    log.warning("logger.%s could not pass it on", name)
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """Close every logger, whatever the others do."""
+        for name, logger in self.loggers.items():
+            try:
+                logger.close(status)
+            except Exception as error:
+                log.warning("logger.%s did not close: %s", name, _text(error))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the loggers that keep one (a wandb run id)."""
+        return {n: lg.state_dict() for n, lg in self.loggers.items() if hasattr(lg, "state_dict")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give each logger its state back; one that is new starts without."""
+        for name, logger in self.loggers.items():
+            if name in state and hasattr(logger, "load_state_dict"):
+                logger.load_state_dict(state[name])
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,116 @@
+"""Turn what Hydra, OmegaConf and YAML raise into one line each that a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+
+def explain(error: BaseException) -> list[str] | None:
+    """Return the lines for a composition error, or None if it is not the user's to mend."""
+    for link in _chain(error):
+        lines = _translate(link)
+        if lines:
+            return lines
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    links: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in links:
+        links.append(current)
+        current = current.__cause__ or current.__context__
+    # The innermost cause knows best where the mistake is.
+    return links[::-1]
+
+
+def _translate(error: BaseException) -> list[str] | None:
+    from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml.error import MarkedYAMLError
+
+    if isinstance(error, MarkedYAMLError):
+        return [_yaml(error)]
+    if isinstance(error, MissingConfigException):
+        return [_missing(error)]
+    if type(error).__name__ == "OverrideParseException":
+        return [_override(str(getattr(error, "override", "")), str(error))]
+    if isinstance(error, OmegaConfBaseException):
+        return [_omegaconf(error)]
+    if isinstance(error, ConfigCompositionException | HydraException):
+        return [_composition(str(error))]
+    if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError) and error.filename:
+        return [f"{error.filename}: {error.strerror}"]
+    return None
+
+
+def _yaml(error: Any) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = f"{mark.name}:{mark.line + 1}:{mark.column + 1}: " if mark else ""
+    return f"{place}{error.problem or 'cannot be read as YAML'} (mend the YAML at that place)"
+
+
+def _missing(error: Any) -> str:
+    path = str(error.missing_cfg_file or "")
+    options = list(error.options or [])
+    group, _, name = path.rpartition("/")
+    if not options or not group:
+        return _one_line(error)
+    near = difflib.get_close_matches(name, options, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"{group}: no option '{name}'; choose one of {', '.join(options)}{hint}"
+
+
+def _override(override: str, text: str) -> str:
+    key, _, value = override.partition("=")
+    reason = _one_line(text)
+    if "=" in value or any(c in value for c in " (),:[]{}"):
+        return f"{key}: cannot read the value {value!r}; quote it inside the shell quotes: \"{key}='{value}'\""
+    return f"{override}: {reason}"
+
+
+def _omegaconf(error: Any) -> str:
+    key = str(getattr(error, "full_key", None) or getattr(error, "key", None) or "")
+    text = str(getattr(error, "msg", None) or error).split("\n")[0]
+    if type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
+        near = _near(error, key)
+        return f"{key}: no such option{near}"
+    if "nterpolation" in type(error).__name__:
+        return f"{key}: {text} (check the ${{...}} in its value)"
+    return f"{key}: {text}" if key and key not in text else text
+
+
+def _near(error: Any, key: str) -> str:
+    """Suggest the closest sibling of an unknown key."""
+    parent = getattr(error, "parent_node", None)
+    prefix, _, last = key.rpartition(".")
+    try:
+        names = [str(name) for name in parent] if parent is not None else []
+    except Exception:
+        names = []
+    near = difflib.get_close_matches(last, names, n=1, cutoff=0.5)
+    if near:
+        return f" (did you mean {prefix + '.' if prefix else ''}{near[0]}?)"
+    return f"; there is {', '.join(n for n in names if n != '_target_')}" if names else ""
+
+
+_NULL_GROUP = re.compile(r"Cannot override .* with None|delete|Config group override deletion")
+_SWEEP = re.compile(r"Ambiguous value for argument '([^']*)'")
+
+
+def _composition(text: str) -> str:
+    ambiguous = _SWEEP.search(text)
+    if ambiguous:
+        key, _, value = ambiguous.group(1).partition("=")
+        return (
+            f"{key}: '{value}' is several values; add -m to sweep over them, "
+            f"or write [{value}] for a list, or quote it for one text"
+        )
+    return _one_line(text)
+
+
+def _one_line(error: object) -> str:
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return " ".join(lines[:3])

@@ -1,0 +1,156 @@
+"""Claim the run folder and start one process per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+
+from runner.cli import ConfigError
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a run as a whole (`run.*`)."""
+
+    name: str | None = None
+    root: str = "outputs"
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    seed: Annotated[int, Ge(0)] = 42
+    device: str = "auto"
+    threads: Annotated[int, Ge(1)] | None = None
+    deterministic: bool = True
+    overwrite: bool = False
+    trust: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `val_loss` is nats per token: inf if it diverged, nan if never measured."""
+
+    dir: Path
+    status: Literal["finished", "stopped", "failed"]
+    code: int
+    step: int
+    val_loss: float
+    message: str = ""
+
+
+def launch(config: Config) -> Outcome:
+    """Run a checked configuration to its end on every rank.
+
+    Raises:
+        ConfigError: the run folder cannot be used, or what it holds forbids this run.
+    """
+    with claim(config["run"]) as folder:
+        from runner.job import run_rank
+
+        return run_rank(config, dir=folder, rank=0, world=1)
+
+
+@contextlib.contextmanager
+def claim(run: Config) -> Iterator[Path]:
+    """Yield the run folder, locked for this process; a new one that stayed empty is removed again."""
+    folder, created = _folder(run)
+    try:
+        with _lock(folder):
+            _probe(folder)
+            yield folder
+    finally:
+        if created:
+            _remove_if_empty(folder)
+
+
+def _folder(run: Config) -> tuple[Path, bool]:
+    root, name = Path(run["root"]), run["name"]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            return _new_folder(root), True
+        _check_name(str(name))
+        folder = root / str(name)
+        existed = folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([_unusable(error, root)]) from error
+    return folder.resolve(), not existed
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("/")
+    if not name or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts) or "\0" in name:
+        raise ConfigError([f"run.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
+
+
+def _new_folder(root: Path) -> Path:
+    stem = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        # mkdir is atomic: of two runs started in the same second only one gets the name.
+        with contextlib.suppress(FileExistsError):
+            folder = root / f"{stem}{suffix}"
+            folder.mkdir()
+            return folder.resolve()
+    raise ConfigError([f"run.root: {root} has a thousand runs named {stem}; give run.name"])
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    try:
+        handle = open(folder / ".lock", "a+", encoding="ascii")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError([_unusable(error, folder)]) from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            owner = re.sub(r"\D", "", handle.read()) or "unknown"
+            raise ConfigError(
+                [f"run.name: {folder} is in use by process {owner}; wait for it or choose another run.name"]
+            ) from None
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        with contextlib.suppress(OSError):
+            handle.flush()
+        yield
+
+
+def _probe(folder: Path) -> None:
+    """Write and remove a small file, so that a bad disk shows now and not at the first checkpoint."""
+    path = folder / ".probe"
+    try:
+        with open(path, "wb") as handle:
+            handle.write(b"\0" * 65536)
+            handle.flush()
+            os.fsync(handle.fileno())
+    except OSError as error:
+        raise ConfigError([_unusable(error, folder)]) from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _unusable(error: OSError, where: Path) -> str:
+    path = error.filename or where
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"run.root: no space left for {path}; free some, or set run.root to another disk"
+    return f"run.root: cannot write to {path} ({error.strerror}); set run.root to a folder you may write to"
+
+
+def _remove_if_empty(folder: Path) -> None:
+    left = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if left <= {".lock"}:
+        shutil.rmtree(folder, ignore_errors=True)

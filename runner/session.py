@@ -1,0 +1,171 @@
+"""The parts of one rank's run, built in a fixed order and then restored from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.api import (
+    Clip,
+    Data,
+    Engine,
+    Evaluator,
+    Event,
+    Note,
+    Optimizer,
+    Outlier,
+    RunInfo,
+    Saved,
+    Scheduler,
+    Snapshot,
+    State,
+    Stream,
+    TrainStep,
+    ValLoss,
+    View,
+)
+from runner.checkpoint.store import Store
+from runner.emit import Emitter
+from runner.inject import Inject
+from runner.meter import Meter
+from runner.readback import Readback
+from runner.rng import Generators, ModelRng
+from runner.stop import Stop
+from runner.train import Plan
+
+
+class Diverged(RuntimeError):
+    """Too many steps in a row were refused; the message says how many and why."""
+
+
+class Progress:
+    """Where the run is, and the few figures that its end reports."""
+
+    def __init__(self, *, max_consecutive_skips: int | None) -> None:
+        self.step = 0
+        self.val_loss = math.nan
+        self.best_val_loss = math.inf
+        self.best_step = 0
+        self.stopped = False
+        self._limit = max_consecutive_skips
+        self._skips_in_a_row = 0
+
+    def observe(self, event: Event) -> None:
+        """Note what an event says of the run.
+
+        Raises:
+            Diverged: `outlier.max_consecutive_skips` steps in a row were skipped.
+        """
+        if isinstance(event, ValLoss):
+            self.val_loss = event.loss
+            if event.loss < self.best_val_loss:
+                self.best_val_loss, self.best_step = event.loss, event.step
+        elif isinstance(event, TrainStep):
+            self._skips_in_a_row = 0 if event.applied else self._skips_in_a_row + 1
+            if self._limit is not None and self._skips_in_a_row >= self._limit:
+                raise Diverged(
+                    f"diverged: {self._skips_in_a_row} steps in a row were skipped up to step {event.step} "
+                    f"({event.reason}); lower optimizer.lr, or raise outlier.max_consecutive_skips"
+                )
+
+    def state_dict(self) -> State:
+        """Return what a resumed run needs to go on counting."""
+        names = ("step", "val_loss", "best_val_loss", "best_step", "_skips_in_a_row")
+        return {name.strip("_"): getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from `state`."""
+        self.step = int(state["step"])
+        self.val_loss, self.best_val_loss = float(state["val_loss"]), float(state["best_val_loss"])
+        self.best_step, self._skips_in_a_row = int(state["best_step"]), int(state["skips_in_a_row"])
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything a run is made of. The loop is the only place where these parts meet."""
+
+    dir: Path
+    plan: Plan
+    progress: Progress
+    data: Data
+    stream: Stream
+    model: nn.Module
+    engine: Engine
+    optimizer: Optimizer
+    scheduler: Scheduler
+    clip: Clip
+    outlier: Outlier
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    rng: ModelRng
+    generators: Generators
+    meter: Meter
+    readback: Readback
+    evaluators: dict[str, Evaluator]
+    view: View
+    emitter: Emitter
+    store: Store
+    stop: Stop
+    inject: Inject
+    describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # model header, environment
+
+    def emit(self, events: Iterator[Event] | Any) -> None:
+        """Pass events to the loggers, in order, and keep the books on them."""
+        for event in events:
+            self.emitter([event])
+            self.progress.observe(event)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the stateful parts that the checkpoint's side file keeps, by name."""
+        return {
+            "progress": self.progress,
+            "outlier": self.outlier,
+            "generators": self.generators,
+            "meter": self.meter,
+            "readback": self.readback,
+            "loggers": self.emitter,
+        }
+
+    def snapshot(self) -> Snapshot:
+        """Return this rank's complete state; the readback must have been drained."""
+        model, env = self.describe()
+        return Snapshot(
+            step=self.progress.step,
+            rank=self.engine.rank,
+            world=self.engine.world,
+            layout=self.engine.layout,
+            model=model,
+            weights=self.engine.weights,
+            optimizer=self.optimizer.state_dict(),
+            stream=self.stream.state_dict(),
+            rng=self.rng.state_dict(),
+            parts={name: part.state_dict() for name, part in self.parts().items()},
+            env=env,
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step; a failure is told, and the run goes on."""
+        self.emit(self.readback.drain())
+        with self.meter.pause():
+            self.emit(self.store.save(self.snapshot(), barrier=self.engine.barrier))
+
+    def restore(self, found: Snapshot) -> None:
+        """Put every part where it was when `found` was written."""
+        self.engine.load_weights(found.weights)
+        self.optimizer.load_state_dict(found.optimizer)
+        self.stream.load_state_dict(found.stream)
+        self.rng.load_state_dict(found.rng)
+        for name, part in self.parts().items():
+            if name in found.parts:
+                part.load_state_dict(found.parts[name])
+        self.progress.step = found.step
+
+
+_Unused = (functools, Iterator, Note, RunInfo, Saved, torch)
