@@ -19,7 +19,9 @@ def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> T
     if max_norm is None:
         return torch.ones_like(norm)
     if not max_norm > 0:
-        raise ValueError(f"clip.max_norm={max_norm} must be greater than 0: null (clip=none) turns clipping off")
+        raise ValueError(
+            f"clip.max_norm={max_norm} must be greater than 0: null (clip=none) turns clipping off"
+        )
     # A tensor, because torch computes `number / tensor` as number * (1 / tensor): another last bit.
     limit = torch.full_like(norm, max_norm)
     return torch.where(norm > limit, limit / norm, torch.ones_like(norm))

@@ -54,29 +54,26 @@ class ZScore:
         self._seen = torch.zeros(1, dtype=torch.int64)
         limits = [z or _INF for z in (max_loss_z, max_norm_z)]
         self._limits = torch.tensor(limits, dtype=torch.float32)
-        self._bits = torch.tensor([1, 2, 4, 8])
-        # When the loss triggers (4), the norm (8) is not reported too.
-        self._reasons = torch.tensor([r & ~8 if r & 4 else r for r in range(16)])
+        self._bits = torch.tensor([1, 2, 4, 8])  # loss finite, norm finite, loss over, norm over
+        self._reasons = torch.tensor([_reason(code) for code in range(16)])
 
     def __call__(self, loss: Tensor, norm: Tensor) -> Verdict:
         """Judge one step; `loss` and `norm` are the global mean loss [] and gradient norm []."""
         self._move(loss.device)
         values = torch.stack((loss.detach(), norm.detach())).double()
-        bad = values.isfinite().logical_not_()
-        fine = bad.any().logical_not_()
+        finite = values.isfinite()
         entry = torch.cat((values, values * values))
         slot = self._seen.remainder(self.window)
         old = self._ring.index_select(1, slot).squeeze(1)
         sums = self._sums - old + entry
         z = self._two_pass_z(values, slot) if self.robust else self._running_z(values, sums)
-        z = z.masked_fill_((self._seen < self.window).logical_or_(fine.logical_not()), _NAN)
+        z.masked_fill_(self._seen < self.window, _NAN)
         narrow = z.float()  # llm.c compares float32; an infinite z does not count
         over = (narrow > self._limits).logical_and_(narrow < _INF)
-        triggered = torch.cat((bad, over)).mul(self._bits).sum()
-        reason = self._reasons.take(triggered)
+        reason = self._reasons.take(torch.cat((finite, over)).mul(self._bits).sum())
         apply = reason == 0
 
-        enters = apply if self.robust else fine
+        enters = apply if self.robust else finite.all()
         self._ring.index_copy_(1, slot, torch.where(enters, entry, old).unsqueeze(1))
         self._sums.copy_(torch.where(enters, sums, self._sums))
         self._seen.add_(enters)
@@ -215,6 +212,11 @@ class Off:
         pass
 
 
+def _reason(code: int) -> int:
+    """Map `ZScore`'s findings to bits of REASONS; as in llm.c, the norm is judged if the loss passed."""
+    return (~code & 3) | (4 if code & 4 else code & 8)
+
+
 def _non_finite(loss: Tensor, norm: Tensor) -> Tensor:
     bad_loss = loss.detach().isfinite().logical_not_()
     bad_norm = norm.detach().isfinite().logical_not_()
@@ -229,7 +231,7 @@ def _sqrt(x: Tensor) -> Tensor:
     """
     if x.device.type != "cpu":
         return torch.sqrt(x)
-    root = torch.linalg.cholesky_ex(x.view(-1, 1, 1)).L.view(-1)
+    root: Tensor = torch.linalg.cholesky_ex(x.view(-1, 1, 1)).L.view(-1)
     return root.masked_fill_(x < 0, _NAN)
 
 

@@ -113,7 +113,7 @@ def decay_start(total_steps: int, *, decay_frac: float | None = None, decay_step
     if decay_steps is not None:
         if not 0 <= decay_steps <= total_steps:
             raise ValueError(
-                f"scheduler.decay_steps={decay_steps} must lie in 0..{total_steps}, the number of training steps"
+                f"scheduler.decay_steps={decay_steps} must lie in 0..{total_steps} (train.steps)"
             )
         return total_steps - decay_steps
     if decay_frac is None or decay_frac == 0.2:
@@ -146,7 +146,9 @@ def _peak(step: int, peak_lr: float, warmup_steps: int) -> np.float32:
 
 def _floor(lr: np.float32, final_frac: float) -> np.float32:
     if not 0 <= final_frac <= 1:
-        raise ValueError(f"scheduler.final_frac={final_frac} must lie in [0, 1]: it is a fraction of the peak")
+        raise ValueError(
+            f"scheduler.final_frac={final_frac} must lie in [0, 1]: it is a fraction of the peak"
+        )
     return lr * np.float32(final_frac)
 
 
@@ -171,7 +173,7 @@ def _load_cosf() -> Callable[[float], float]:
     except (OSError, AttributeError):  # no such library: less than 3e-7 away
         return math.cos
     cosf.restype, cosf.argtypes = ctypes.c_float, [ctypes.c_float]
-    return cosf  # type: ignore[no-any-return]
+    return cosf
 
 
 _cosf = _load_cosf()
