@@ -1,0 +1,27 @@
+"""Gradient clipping as one factor on the complete gradient; the gradients themselves are not touched."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from annotated_types import Gt
+from torch import Tensor
+
+
+def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> Tensor:
+    """Return the factor [] that brings a gradient of global norm `norm` down to `max_norm`.
+
+    Exactly `max_norm / norm` in fp32 above the limit, else 1 (llm.c; no epsilon as in
+    `clip_grad_norm_`). An infinite norm gives 0 and a NaN norm 1: neither reaches a weight, since every
+    outlier part but `off` refuses such a step. `max_norm=None` is off; 0 is an error, not a freeze.
+    """
+    if max_norm is None:
+        return torch.ones_like(norm)
+    if not max_norm > 0:
+        raise ValueError(
+            f"clip.max_norm={max_norm} must be greater than 0: null (clip=none) turns clipping off"
+        )
+    # A tensor, because torch computes `number / tensor` as number * (1 / tensor): another last bit.
+    limit = torch.full_like(norm, max_norm)
+    return torch.where(norm > limit, limit / norm, torch.ones_like(norm))
