@@ -35,6 +35,7 @@ class Run:
     deterministic: bool = True
     overwrite: bool = False
     trust: list[str] = field(default_factory=list)
+    plot: bool = True
 
 
 @dataclass(frozen=True)

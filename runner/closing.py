@@ -1,0 +1,69 @@
+"""What a run leaves behind for a person: `loss.png`, and the lines that say how it went and what is next."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from runner.launch import Outcome
+from runner.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def report(s: Session, config: dict[str, Any], outcome: Outcome) -> None:
+    """Draw the run's curves and write the closing screen to standard output."""
+    plot = _plot(s.dir) if config["run"]["plot"] else None
+    sys.stdout.write("\n".join(closing_lines(s, outcome, plot=plot)) + "\n")
+
+
+def _plot(folder: Path) -> Path | None:
+    from runner.report import plot_run, read_history
+
+    try:
+        history = read_history(folder)
+        return plot_run(history, folder / "loss.png") or folder / "loss.png"
+    except Exception as error:
+        # A picture is never worth a run's exit code.
+        log.warning("loss.png could not be drawn: %s", error)
+        return None
+
+
+def closing_lines(s: Session, outcome: Outcome, *, plot: Path | None) -> list[str]:
+    """Return the closing screen, one entry per line."""
+    folder = _short(s.dir)
+    lines = [outcome.message] if outcome.message else []
+    if math.isfinite(s.progress.best_val_loss):
+        best = f"best {s.progress.best_val_loss:.4f} at step {s.progress.best_step}"
+        lines.append(f"  val loss    {outcome.val_loss:.4f} nats per token ({best})")
+    lines.append(f"  files       {folder}: main.log, metrics.jsonl, checkpoints")
+    if plot is not None:
+        lines.append(f"  curves      {_short(plot)}")
+    lines += [f"  {name:<11} {hint}" for name, hint in _hints(s)]
+    again = f"python -m runner run.name={s.dir.name}"
+    if outcome.status == "finished":
+        lines.append(f"  train on    {again} train.steps={s.plan.steps * 2} ... (with your other settings)")
+    elif outcome.status == "stopped":
+        lines.append(f"  continue    {again} ... (the same command, with this run.name)")
+    if s.store.every:
+        lines.append(f"  sample      python -m runner.generate run={folder} prompt='Call me'")
+    return lines
+
+
+def _hints(s: Session) -> list[tuple[str, str]]:
+    found = []
+    for name, logger in s.emitter.loggers.items():
+        hint = getattr(logger, "hint", None)
+        text = hint() if callable(hint) else ""
+        if text:
+            found.append((name, text))
+    return found
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

@@ -1,0 +1,146 @@
+"""Build every part of a session, in a fixed order, and put it where the last checkpoint left it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner import __version__, manifest
+from runner.api import Engine, Event, Note, Optimizer, RunInfo, Segment, Snapshot, View
+from runner.checkpoint.store import Store
+from runner.config import MULTIPLE, build, trusted
+from runner.emit import Emitter
+from runner.meter import Meter
+from runner.precision import Precision
+from runner.readback import Readback, Timing
+from runner.rng import Generators, ModelRng, seed_everything
+from runner.session import Progress, Session
+from runner.stop import Stop
+from runner.train import Plan
+
+Config = dict[str, Any]
+
+
+def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> Session:
+    """Return a session that is ready to train: fresh, or restored from the newest intact checkpoint.
+
+    Raises:
+        ValueError: one line per reason why this run cannot start or go on in `dir`.
+    """
+    make = functools.partial(build, trust=trusted(config))
+    run = config["run"]
+    device = choose_device(run["device"], rank=rank)
+    plan: Plan = make(config["train"], world=world)
+    seed_everything(run["seed"], rank=rank)
+    data = make(config["data"])
+    precision: Precision = make(config["precision"])
+    precision.apply(device)
+    network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
+    engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
+    model = engine.place(network.to(device=device, dtype=precision.param_dtype))
+    rng = ModelRng()
+    optimizer = engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng))
+    where = {
+        "micro_batch": plan.micro_batch,
+        "seq_len": plan.seq_len,
+        "rank": rank,
+        "world": world,
+        "device": device,
+        "seed": run["seed"],
+    }
+    meter: Meter = make(
+        config["meter"],
+        flops_per_token=network.flops_per_token(plan.seq_len),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        dtype=precision.mode,
+        world=world,
+    )
+    outlier = make(config["outlier"])
+    autocast = functools.partial(precision.autocast, device)
+    several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
+    return Session(
+        dir=dir,
+        plan=plan,
+        progress=Progress(max_consecutive_skips=outlier.max_consecutive_skips),
+        data=data,
+        stream=data.train(**where),
+        model=model,
+        engine=engine,
+        optimizer=optimizer,
+        scheduler=make(config["scheduler"]),
+        clip=make(config["clip"]),
+        outlier=outlier,
+        autocast=autocast,
+        rng=rng,
+        generators=Generators(device=device),
+        meter=meter,
+        readback=Readback(functools.partial(_timing, meter, plan), device=device),
+        evaluators=several["evaluate"],
+        view=View(model, engine, data, autocast, plan.micro_batch, plan.seq_len, run["seed"], plan.steps),
+        emitter=Emitter(several["logger"] if rank == 0 else {}),
+        store=make(config["checkpoint"], dir=dir),
+        stop=stop,
+        inject=make(config["debug"]),
+        describe=functools.partial(_describe, network, precision, engine, run),
+    )
+
+
+def _optimizer(make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]) -> Optimizer:
+    optimizer: Optimizer = make(node, segments=segments, rng=rng)
+    return optimizer
+
+
+def _timing(meter: Meter, plan: Plan, step: int) -> Timing:
+    speed = meter.tick(plan.tokens)
+    return Timing(tokens=(step + 1) * plan.tokens, **speed._asdict())
+
+
+def choose_device(name: str, *, rank: int) -> torch.device:
+    """Return the device of a rank.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"run.device: no device is called {name!r}; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu")
+        device = torch.device("cuda", rank % torch.cuda.device_count() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _describe(network: nn.Module, precision: Precision, engine: Engine, run: Config) -> tuple[Config, Config]:
+    header = getattr(network, "header", dict)()
+    kind = "gpt2" if type(network).__name__ == "GPT2" else type(network).__name__.lower()
+    env = {
+        "runner": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _cpu(),
+        "threads": torch.get_num_threads(),
+        "precision": precision.mode,
+        "deterministic": run["deterministic"],
+        "world": engine.world,
+    }
+    return {"kind": kind, **header}, env
+
+
+def _cpu() -> str:
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+_Later = (contextlib, sys, manifest, Event, Note, RunInfo, Snapshot, Store)
