@@ -1,0 +1,98 @@
+"""Compile the CPU kernels once per machine and load them; without a compiler, the torch paths run.
+
+The library lives in the user's cache under a name made of its source, flags and CPU, so that a
+changed source or another machine on the same home never picks up a wrong one. A kernel is used only
+after `runner.optimizer.adamw` and `runner.norm` found it equal, bit for bit, to their torch paths.
+`RUNNER_KERNELS=off` turns the kernels off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("native.c")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS_END = ("-shared", "-fPIC", "-std=c11", "-lm")
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None where they are off or cannot be built (logged once)."""
+    if os.environ.get("RUNNER_KERNELS", "on") == "off":
+        return None
+    try:
+        return ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.info("CPU kernels unavailable, the slower torch paths run instead: %s", error)
+        return None
+
+
+def in_threads(work: Callable[[int, int], None]) -> None:
+    """Run `work(share, shares)` for every share, one per torch thread."""
+    shares = torch.get_num_threads()
+    if shares == 1:
+        work(0, 1)
+        return
+    others = [_pool(shares - 1, os.getpid()).submit(work, share, shares) for share in range(1, shares)]
+    try:
+        work(0, shares)
+    finally:
+        for other in others:
+            other.result()
+
+
+@functools.cache
+def _pool(workers: int, process: int) -> ThreadPoolExecutor:  # threads do not survive a fork: one per process
+    return ThreadPoolExecutor(workers, thread_name_prefix="kernels")
+
+
+def _built() -> Path:
+    """Return the path of the library, compiling it unless it is there.
+
+    Processes that compile at once each write their own file and rename it: the last one wins with
+    the same content.
+    """
+    source = _SOURCE.read_bytes()
+    compiler = os.environ.get("CC", "cc")
+    key = hashlib.sha256(b"\0".join([source, *map(str.encode, (compiler, *_FLAGS)), _cpu()])).hexdigest()[:16]
+    path = _cache() / f"kernels-{key}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", name, *_FLAGS_END]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return path
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "runner"
+
+
+def _cpu() -> bytes:
+    """Identify the instruction set: -march=native code of one machine may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    wanted = (b"model name", b"flags", b"Features")
+    return b"".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,167 @@
+"""The global L2 norm of a gradient: the same bits for any number of ranks, threads or kernels.
+
+Every (tensor, layer) is cut into equal chunks, as many as a multiple of the ranks, so that a rank's
+shard is whole chunks. A chunk is summed in blocks of BLOCK elements; inside a block element i belongs
+to lane i % LANES, which is summed in order, in float64 (where the square of a float32 is exact).
+Lanes, then blocks, then chunks are added by `fold`. Nothing here depends on who does which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner import native
+from runner.api import Slot
+
+BLOCK = 2048
+LANES = 32
+CHUNKS = 8  # per (tensor, layer); the same for every number of ranks that divides it
+_AT_ONCE = 1 << 22  # elements that the torch path widens to float64 at a time
+_log = logging.getLogger(__name__)
+
+
+class Chunk(NamedTuple):
+    """Elements `offset` to `offset + length` of the flat gradient; part `part` of layer `layer`."""
+
+    offset: int
+    length: int
+    slot: int
+    layer: int
+    part: int
+
+
+def chunks_per_layer(world: int) -> int:
+    """Return how many chunks each (tensor, layer) is cut into for `world` ranks."""
+    return math.lcm(CHUNKS, world)
+
+
+def count_chunk_sums(layout: Sequence[Slot], *, world: int) -> int:
+    """Return the length of the buffer of chunk sums (llm.c's get_max_num_block_sums)."""
+    return sum(slot.layers for slot in layout) * chunks_per_layer(world)
+
+
+def chunks_of(layout: Sequence[Slot], *, world: int) -> list[Chunk]:
+    """Return every chunk in the order in which the sums are added."""
+    parts = chunks_per_layer(world)
+    chunks = []
+    for index, slot in enumerate(layout):
+        n = slot.layer_numel
+        cuts = [part * n // parts for part in range(parts + 1)]
+        for layer in range(slot.layers):
+            base = slot.offset + layer * n
+            chunks += [
+                Chunk(base + cuts[part], cuts[part + 1] - cuts[part], index, layer, part)
+                for part in range(parts)
+            ]
+    return chunks
+
+
+class ChunkSums:
+    """Sums of squares of chosen chunks of one flat fp32 gradient, kept in one buffer."""
+
+    def __init__(self, chunks: Sequence[Chunk], *, gradient: Tensor) -> None:
+        self._chunks = tuple(chunks)
+        self._gradient = gradient
+        self._offset = np.array([chunk.offset for chunk in chunks], dtype=np.int64)
+        self._length = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+        self.sums = torch.zeros(len(chunks), dtype=torch.float64, device=gradient.device)
+
+    def __call__(self) -> Tensor:
+        """Return the sums [chunks] float64 of what the gradient holds now; the buffer is reused."""
+        kernel = _kernel() if self._gradient.device.type == "cpu" else None
+        if kernel is None:
+            self._sum_by_torch()
+        else:
+            native.in_threads(functools.partial(self._sum_share, kernel))
+        return self.sums
+
+    def _sum_share(self, kernel: Callable[..., None], share: int, shares: int) -> None:
+        ends = np.cumsum(self._length)
+        first, last = np.searchsorted(ends, [ends[-1] * share // shares, ends[-1] * (share + 1) // shares])
+        last = len(ends) if share + 1 == shares else last
+        scratch = np.empty(int(self._length.max()) // BLOCK + 1)
+        kernel(
+            self._gradient.data_ptr(),
+            self._offset.ctypes.data,
+            self._length.ctypes.data,
+            self.sums.data_ptr(),
+            scratch.ctypes.data,
+            int(first),
+            int(last),
+        )
+
+    def _sum_by_torch(self) -> None:
+        for length in sorted(set(self._length.tolist())):
+            alike = np.flatnonzero(self._length == length)
+            for some in np.array_split(alike, -(-len(alike) * max(length, 1) // _AT_ONCE)):
+                rows = [self._gradient[at : at + length] for at in self._offset[some].tolist()]
+                self.sums[torch.from_numpy(some).to(self.sums.device)] = square_sums(torch.stack(rows))
+
+
+def fold(x: Tensor) -> Tensor:
+    """Sum the last dimension in halves: the upper half is added to the lower until one is left."""
+    n = x.shape[-1]
+    while n > 1:
+        half = 1 << (n - 1).bit_length() - 1
+        lower = x[..., :half].clone()
+        lower[..., : n - half] += x[..., half:n]
+        x, n = lower, half
+    return x[..., 0]
+
+
+def square_sums(rows: Tensor) -> Tensor:
+    """Return the sum of squares [R] float64 of each row of fp32 `rows` [R, n]: the definition."""
+    blocks = max(1, -(-rows.shape[1] // BLOCK))
+    padded = torch.nn.functional.pad(rows.double(), (0, blocks * BLOCK - rows.shape[1]))
+    squares = padded.square_().view(rows.shape[0], blocks, BLOCK // LANES, LANES)
+    lanes = torch.zeros_like(squares[:, :, 0])
+    for row in range(BLOCK // LANES):
+        lanes += squares[:, :, row]
+    return fold(fold(lanes))
+
+
+def norm_of(sums: Tensor) -> Tensor:
+    """Return the norm [] fp32 of all chunk sums in order; inf where it leaves fp32, nan stays nan."""
+    return fold(sums).sqrt().to(torch.float32)
+
+
+def slot_norms(sums: Tensor, layout: Sequence[Slot], *, world: int) -> dict[str, float]:
+    """Return the norm of each tensor by name, for diagnostics; reads the device."""
+    parts = chunks_per_layer(world)
+    pieces = torch.split(sums.cpu(), [slot.layers * parts for slot in layout])
+    return {slot.name: float(norm_of(piece)) for slot, piece in zip(layout, pieces, strict=True)}
+
+
+def first_non_finite(sums: Tensor, layout: Sequence[Slot], *, world: int) -> str | None:
+    """Return the name of the first tensor whose gradient is not finite, or None; reads the device."""
+    norms = slot_norms(sums, layout, world=world)
+    return next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+
+
+@functools.cache
+def _kernel() -> Callable[..., None] | None:
+    """Return the compiled `square_sums` over chunks if it gives the definition's bits here."""
+    library = native.library()
+    if library is None:
+        return None
+    kernel: Callable[..., None] = library.runner_square_sums
+    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 2  # type: ignore[attr-defined]
+    kernel.restype = None  # type: ignore[attr-defined]
+    x = torch.sin(torch.arange(5 * BLOCK + 77, dtype=torch.float64)).float() * 1e-3
+    offset, length = np.array([0, 33]), np.array([x.numel(), 1000])
+    out, scratch = np.zeros(2), np.empty(8)
+    kernel(x.data_ptr(), offset.ctypes.data, length.ctypes.data, out.ctypes.data, scratch.ctypes.data, 0, 2)
+    expected = [float(square_sums(x[None])), float(square_sums(x[None, 33:1033]))]
+    if out.tolist() == expected:
+        return kernel
+    _log.warning("the compiled norm differs from its definition on this CPU; the torch path runs instead")
+    return None
