@@ -211,6 +211,8 @@ class Engine(Protocol):
     world: int
     device: torch.device
     layout: tuple[Slot, ...]
+    weights: Tensor  # flat, every slot in order
+    gradient: Tensor  # flat, fp32, in the same order
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the parameters into the flat buffers; return what the loop calls."""

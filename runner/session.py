@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from runner.api import (
@@ -19,11 +17,8 @@ from runner.api import (
     Engine,
     Evaluator,
     Event,
-    Note,
     Optimizer,
     Outlier,
-    RunInfo,
-    Saved,
     Scheduler,
     Snapshot,
     State,
@@ -116,7 +111,7 @@ class Session:
     inject: Inject
     describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # model header, environment
 
-    def emit(self, events: Iterator[Event] | Any) -> None:
+    def emit(self, events: Iterable[Event]) -> None:
         """Pass events to the loggers, in order, and keep the books on them."""
         for event in events:
             self.emitter([event])
@@ -150,6 +145,10 @@ class Session:
             env=env,
         )
 
+    def emit_quietly(self, events: Iterable[Event]) -> None:
+        """Pass events to the loggers only, where nothing may raise any more."""
+        self.emitter(events)
+
     def save(self) -> None:
         """Write a checkpoint of the current step; a failure is told, and the run goes on."""
         self.emit(self.readback.drain())
@@ -158,7 +157,7 @@ class Session:
 
     def restore(self, found: Snapshot) -> None:
         """Put every part where it was when `found` was written."""
-        self.engine.load_weights(found.weights)
+        self.engine.weights.copy_(found.weights)
         self.optimizer.load_state_dict(found.optimizer)
         self.stream.load_state_dict(found.stream)
         self.rng.load_state_dict(found.rng)
@@ -167,5 +166,3 @@ class Session:
                 part.load_state_dict(found.parts[name])
         self.progress.step = found.step
 
-
-_Unused = (functools, Iterator, Note, RunInfo, Saved, torch)
