@@ -13,7 +13,7 @@ from runner import fits
 from runner.signature import Signature, TargetError, config_name, signature_of
 
 SUPPLIED = frozenset(
-    {"rank", "world", "device", "segments", "rng", "dir", "layout"}
+    {"rank", "world", "device", "segments", "rng", "dir", "layout", "any_rank", "barrier"}
 )
 """Arguments that the program passes itself; a configuration may not set them."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,14 @@ import torch
 from torch import nn
 
 from runner import __version__, manifest
-from runner.api import Engine, Event, Note, Optimizer, RunInfo, Segment, Snapshot, View
-from runner.checkpoint.store import Store
+from runner.api import Engine, Note, Optimizer, RunInfo, Segment, View
 from runner.config import MULTIPLE, build, trusted
 from runner.emit import Emitter
 from runner.meter import Meter
 from runner.precision import Precision
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
-from runner.session import Progress, Session
+from runner.session import Identity, Progress, Session
 from runner.stop import Stop
 from runner.train import Plan
 
@@ -35,6 +32,32 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     Raises:
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
+    s = _build(config, dir=dir, rank=rank, world=world, stop=stop)
+    restored = s.store.restore(s.snapshot(), overwrite=config["run"]["overwrite"])
+    notes = _settle_manifest(config, s, resumed=restored.snapshot is not None)
+    if restored.snapshot is not None:
+        s.restore(restored.snapshot)
+    s.emitter.open(
+        RunInfo(
+            name=str(config["run"]["name"] or dir.name),
+            dir=dir,
+            config=config,
+            manifest=manifest.read(dir) or {},
+            start_step=s.progress.step,
+            resumed=restored.snapshot is not None,
+            steps=s.plan.steps,
+            group=config["run"]["group"],
+            tags=tuple(config["run"]["tags"]),
+        )
+    )
+    warnings = getattr(s.outlier, "warnings", list)()
+    told = [Note(s.progress.step, text, "warning") for text in warnings]
+    s.emit([*restored.events, *(Note(s.progress.step, text) for text in notes), *told])
+    s.meter.start()
+    return s
+
+
+def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> Session:
     make = functools.partial(build, trust=trusted(config))
     run = config["run"]
     device = choose_device(run["device"], rank=rank)
@@ -46,16 +69,8 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     model = engine.place(network.to(device=device, dtype=precision.param_dtype))
-    rng = ModelRng()
-    optimizer = engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng))
-    where = {
-        "micro_batch": plan.micro_batch,
-        "seq_len": plan.seq_len,
-        "rank": rank,
-        "world": world,
-        "device": device,
-        "seed": run["seed"],
-    }
+    rng = ModelRng(device=device)
+    where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter: Meter = make(
         config["meter"],
         flops_per_token=network.flops_per_token(plan.seq_len),
@@ -71,10 +86,10 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
         plan=plan,
         progress=Progress(max_consecutive_skips=outlier.max_consecutive_skips),
         data=data,
-        stream=data.train(**where),
+        stream=data.train(**where, device=device, seed=run["seed"]),
         model=model,
         engine=engine,
-        optimizer=optimizer,
+        optimizer=engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng)),
         scheduler=make(config["scheduler"]),
         clip=make(config["clip"]),
         outlier=outlier,
@@ -86,11 +101,18 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
         evaluators=several["evaluate"],
         view=View(model, engine, data, autocast, plan.micro_batch, plan.seq_len, run["seed"], plan.steps),
         emitter=Emitter(several["logger"] if rank == 0 else {}),
-        store=make(config["checkpoint"], dir=dir),
+        store=make(
+            config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier
+        ),
         stop=stop,
         inject=make(config["debug"]),
-        describe=functools.partial(_describe, network, precision, engine, run),
+        identity=_identity(network, precision, engine, run),
     )
+
+
+def _settle_manifest(config: Config, s: Session, *, resumed: bool) -> list[str]:
+    """Write the manifest, or compare with the one that is there; return what changed since."""
+    return []
 
 
 def _optimizer(make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]) -> Optimizer:
@@ -123,24 +145,23 @@ def choose_device(name: str, *, rank: int) -> torch.device:
     return device
 
 
-def _describe(network: nn.Module, precision: Precision, engine: Engine, run: Config) -> tuple[Config, Config]:
-    header = getattr(network, "header", dict)()
-    kind = "gpt2" if type(network).__name__ == "GPT2" else type(network).__name__.lower()
+def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Config) -> Identity:
+    kind = {"GPT2": "gpt2"}.get(type(network).__name__, type(network).__name__.lower())
+    shape = network.header() if hasattr(network, "header") else {}
+    gpu = engine.device.type == "cuda"
     env = {
         "runner": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else _cpu(),
+        "device": torch.cuda.get_device_name(engine.device) if gpu else _cpu(),
         "threads": torch.get_num_threads(),
         "precision": precision.mode,
         "deterministic": run["deterministic"],
         "world": engine.world,
     }
-    return {"kind": kind, **header}, env
+    return Identity({"kind": kind, **shape}, env)
 
 
 def _cpu() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
-
-_Later = (contextlib, sys, manifest, Event, Note, RunInfo, Snapshot, Store)

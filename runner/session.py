@@ -84,6 +84,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """What a checkpoint says of the run that wrote it: the model's shape, and what its bits depend on."""
+
+    model: dict[str, Any]
+    env: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Session:
     """Everything a run is made of. The loop is the only place where these parts meet."""
 
@@ -109,7 +117,7 @@ class Session:
     store: Store
     stop: Stop
     inject: Inject
-    describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # model header, environment
+    identity: Identity
 
     def emit(self, events: Iterable[Event]) -> None:
         """Pass events to the loggers, in order, and keep the books on them."""
@@ -130,19 +138,18 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """Return this rank's complete state; the readback must have been drained."""
-        model, env = self.describe()
         return Snapshot(
             step=self.progress.step,
             rank=self.engine.rank,
             world=self.engine.world,
             layout=self.engine.layout,
-            model=model,
+            model=self.identity.model,
             weights=self.engine.weights,
             optimizer=self.optimizer.state_dict(),
             stream=self.stream.state_dict(),
             rng=self.rng.state_dict(),
             parts={name: part.state_dict() for name, part in self.parts().items()},
-            env=env,
+            env=self.identity.env,
         )
 
     def emit_quietly(self, events: Iterable[Event]) -> None:
@@ -153,7 +160,7 @@ class Session:
         """Write a checkpoint of the current step; a failure is told, and the run goes on."""
         self.emit(self.readback.drain())
         with self.meter.pause():
-            self.emit(self.store.save(self.snapshot(), barrier=self.engine.barrier))
+            self.emit(self.store.save(self.snapshot()))
 
     def restore(self, found: Snapshot) -> None:
         """Put every part where it was when `found` was written."""
@@ -164,5 +171,6 @@ class Session:
         for name, part in self.parts().items():
             if name in found.parts:
                 part.load_state_dict(found.parts[name])
+        # llm.c's own checkpoints have no side file: the step in the header is what counts.
         self.progress.step = found.step
 

@@ -42,14 +42,13 @@ def train(s: Session) -> float:
         evaluate(s, step=0, last=False)
     while s.progress.step < s.plan.steps and not s.progress.stopped:
         step = s.progress.step
-        s.meter.start()
 
         loss = accumulate_gradients(s)  # data, forward, backward      [] mean over the step
         norm = s.engine.grad_norm()  # global L2                       []
         verdict = s.outlier(loss, norm)  # may this update be applied? [] bool
         lr = s.scheduler(step)  # a pure function of the step
         scale = s.clip(norm)  # in (0, 1]                              []
-        s.store.wait()  # a checkpoint still reading the weights goes first
+        s.emit(s.store.before_update())  # a checkpoint that still reads the weights goes first
         update(s.optimizer, step=step, lr=lr, scale=scale, apply=verdict.apply)
 
         s.readback.push(step, lr, loss, norm, scale, verdict)  # copies start; nobody waits
@@ -61,7 +60,7 @@ def train(s: Session) -> float:
         s.progress.stopped = s.engine.any(s.stop.requested)
         if s.store.due(step, last=last) or s.progress.stopped:
             s.save()
-    s.emit(s.readback.drain())
+    s.emit([*s.readback.drain(), *s.store.join()])
     return s.progress.val_loss
 
 
