@@ -64,12 +64,43 @@ SCALED: dict[str, tuple[Family, int, int]] = {
 
 
 class Peak(NamedTuple):
-    """Dense figures (without sparsity) from a vendor's data sheet; None = not offered or not published."""
+    """Dense figures of a vendor's document, half of those it prints with sparsity; None = not offered.
+
+    GeForce figures are with fp32 accumulation, as a training run needs it.
+    """
 
     tf32: float | None
     bf16: float | None
-    fp16: float | None
+    fp16: float
     source: str
 
 
-DATASHEET: dict[str, Peak] = {}
+_H200 = "NVIDIA H200 datasheet: TF32 989, BF16 1979 with sparsity"
+_H100 = "NVIDIA H100 datasheet, H100 NVL column: TF32 835, BF16 1671 with sparsity"
+_GH200 = "NVIDIA GH200 Grace Hopper datasheet: TF32 989, BF16 1979 with sparsity"
+_BLACKWELL = "NVIDIA Blackwell architecture technical brief, dense column"
+_L40S = "NVIDIA L40S datasheet: TF32 183, BF16 362.05 dense"
+_L40 = "NVIDIA L40 datasheet: TF32 90.5, BF16 181.05 dense"
+_L4 = "NVIDIA L4 datasheet: TF32 120, BF16 242 with sparsity"
+_A10 = "NVIDIA A10 datasheet: TF32 62.5, BF16 125 dense"
+_A40 = "NVIDIA A40 datasheet: TF32 74.8, BF16 149.7 dense"
+_T4 = "NVIDIA T4 datasheet: mixed precision (FP16/FP32) 65"
+_RTX50 = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix, dense with FP32 accumulate"
+
+DATASHEET: dict[str, Peak] = {
+    "NVIDIA H200": Peak(494.5, 989.5, 989.5, _H200),
+    "NVIDIA H100 NVL": Peak(417.5, 835.5, 835.5, _H100),
+    "NVIDIA GH200 480GB": Peak(494.5, 989.5, 989.5, _GH200),
+    "NVIDIA B200": Peak(1100.0, 2250.0, 2250.0, _BLACKWELL),
+    "NVIDIA GB200": Peak(1250.0, 2500.0, 2500.0, _BLACKWELL),
+    "NVIDIA L40S": Peak(183.0, 362.05, 362.05, _L40S),
+    "NVIDIA L40": Peak(90.5, 181.05, 181.05, _L40),
+    "NVIDIA L4": Peak(60.0, 121.0, 121.0, _L4),
+    "NVIDIA A10": Peak(62.5, 125.0, 125.0, _A10),
+    "NVIDIA A40": Peak(74.8, 149.7, 149.7, _A40),
+    "Tesla T4": Peak(None, None, 65.0, _T4),
+    "NVIDIA GeForce RTX 5090": Peak(104.8, 209.5, 209.5, _RTX50),
+    "NVIDIA GeForce RTX 5080": Peak(56.3, 112.6, 112.6, _RTX50),
+    "NVIDIA GeForce RTX 5070 Ti": Peak(43.9, 87.9, 87.9, _RTX50),
+    "NVIDIA GeForce RTX 5070": Peak(30.9, 61.7, 61.7, _RTX50),
+}
