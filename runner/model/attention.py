@@ -1,15 +1,22 @@
 """Causal self-attention and the key/value cache of generation.
 
-Legend: B sequences, T tokens, H heads, D channels per head.
+Legend: B sequences, T tokens, S tokens to look at, H heads, D channels per head, C = H * D.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from runner.model.layers import Kernels, is_fast
+
+BLOCK = 64  # queries that share one matrix product; keys after them are not computed
+KEPT_BYTES = 32 << 20  # attention weights of a layer up to this size are kept for the backward pass
 
 
 @dataclass
@@ -38,7 +45,6 @@ class LayerCache:
 class Cache:
     """What a model remembers of the tokens it has read, so that generation reads each only once."""
 
-    batch: int
     layers: list[LayerCache] = field(default_factory=list)
 
     @property
@@ -47,10 +53,79 @@ class Cache:
         return self.layers[0].length
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """Attend from the last tokens of a sequence to it: q [B, H, T, D], k and v [B, H, S, D], S >= T."""
+def attention(q: Tensor, k: Tensor, v: Tensor, *, kernels: Kernels, dropout: float = 0.0) -> Tensor:
+    """Attend causally from the last T tokens of a sequence to all its S tokens; return [B, H, T, D].
+
+    q [B, H, T, D]; k and v [B, G, S, D] with S >= T, where G divides H: query head h reads
+    key/value head h * G // H (grouped-query attention, Ainslie et al. 2023).
+    """
+    heads, groups = q.shape[1], k.shape[1]
+    if groups != heads:
+        k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
+    whole = q.shape[2] == k.shape[2]
+    if whole and dropout == 0.0 and is_fast(q, kernels):
+        y: Tensor = _BlockCausal.apply(q, k, v)
+        return y
+    if whole and kernels == "fast" and q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    return _plain(q, k, v, dropout=dropout)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
-    weights = scores.float().masked_fill(future, -math.inf).softmax(-1).to(v.dtype)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1).to(v.dtype)
     return torch.dropout(weights, dropout, dropout > 0) @ v
+
+
+class _BlockCausal(torch.autograd.Function):
+    """Attention as matrix products over blocks of queries, each with only the keys it may see.
+
+    torch's own CPU kernel works in tiles too small for the matrix library, most of all in bf16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, H, T, D = q.shape
+        q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+        y = q.new_empty(B, T, H, D)  # the layout that the next projection reads
+        keep = any(ctx.needs_input_grad) and B * H * T * T * q.element_size() <= 2 * KEPT_BYTES
+        kept = []
+        for start in range(0, T, BLOCK):
+            end = min(start + BLOCK, T)
+            weights = _weights(q, k, start=start, end=end)
+            y[:, start:end] = torch.bmm(weights, v[:, :end]).view(B, H, -1, D).transpose(1, 2)
+            kept += [weights] if keep else []
+        ctx.save_for_backward(q, k, v, *kept)
+        return y.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, *kept = ctx.saved_tensors
+        B, H, T, D = dy.shape
+        scale = 1 / math.sqrt(D)
+        dy = dy.reshape(B * H, T, D)
+        total = torch.promote_types(q.dtype, torch.float32)  # sums over blocks of queries
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=total) for x in (k, v))
+        for start in range(0, T, BLOCK):
+            end = min(start + BLOCK, T)
+            weights = kept[start // BLOCK] if kept else _weights(q, k, start=start, end=end)
+            dweights = torch.bmm(dy[:, start:end], v[:, :end].transpose(1, 2))
+            dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
+            dq[:, start:end] = torch.bmm(dscores, k[:, :end])
+            dk[:, :end] += torch.bmm(dscores.transpose(1, 2), q[:, start:end])
+            dv[:, :end] += torch.bmm(weights.transpose(1, 2), dy[:, start:end])
+        heads = (B, H, T, D)
+        return dq.mul_(scale).view(heads), dk.mul_(scale).to(k.dtype).view(heads), dv.to(v.dtype).view(heads)
+
+
+def _weights(q: Tensor, k: Tensor, *, start: int, end: int) -> Tensor:
+    """Return the attention weights [B*H, end - start, end] of the queries start..end."""
+    keys = k[:, :end].transpose(1, 2)
+    scores = q.new_empty(q.shape[0], end - start, end)
+    torch.baddbmm(scores, q[:, start:end], keys, beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
+    future = torch.full((end - start, end - start), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    scores[:, :, start:] += future
+    return torch.softmax(scores, -1)

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from runner.model.attention import Cache, LayerCache, plain_attention
+from runner.model.attention import Cache, LayerCache, attention
 from runner.model.init import STD, normal_, residual_std
-from runner.model.layers import gelu, layer_norm
+from runner.model.layers import Kernels, gelu, layer_norm
+from runner.model.loss import head_loss
 
 PADDING = 128  # llm.c pads the vocabulary to a multiple of 128
 
@@ -40,10 +41,10 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer layer: attention, then the feed-forward network, each added to its input."""
 
-    def __init__(self, *, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, *, width: int, heads: int, dropout: float, kernels: Kernels) -> None:
         super().__init__()
         C = width
-        self.heads, self.dropout = heads, dropout
+        self.heads, self.dropout, self.kernels = heads, dropout, kernels
         self.ln1w = nn.Parameter(torch.ones(C))
         self.ln1b = nn.Parameter(torch.zeros(C))
         self.qkvw = nn.Parameter(torch.zeros(3 * C, C))
@@ -58,8 +59,11 @@ class Block(nn.Module):
         self.fcprojb = nn.Parameter(torch.zeros(C))
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self._drop(self._attend(layer_norm(x, self.ln1w, self.ln1b), cache))
-        hidden = gelu(F.linear(layer_norm(x, self.ln2w, self.ln2b), self.fcw, self.fcb))
+        x = x + self._drop(self._attend(layer_norm(x, self.ln1w, self.ln1b, kernels=self.kernels), cache))
+        hidden = gelu(
+            F.linear(layer_norm(x, self.ln2w, self.ln2b, kernels=self.kernels), self.fcw, self.fcb),
+            kernels=self.kernels,
+        )
         return x + self._drop(F.linear(hidden, self.fcprojw, self.fcprojb))
 
     def _attend(self, x: Tensor, cache: LayerCache | None) -> Tensor:
@@ -68,7 +72,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = plain_attention(q, k, v, dropout=self.dropout if self.training else 0.0)
+        y = attention(q, k, v, kernels=self.kernels, dropout=self.dropout if self.training else 0.0)
         return F.linear(y.transpose(1, 2).reshape(B, T, C), self.attprojw, self.attprojb)
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -78,13 +82,14 @@ class Block(nn.Module):
 class FinalNorm(nn.Module):
     """Normalise what the last block returns."""
 
-    def __init__(self, *, width: int) -> None:
+    def __init__(self, *, width: int, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.lnfw = nn.Parameter(torch.ones(width))
         self.lnfb = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.lnfw, self.lnfb)
+        return layer_norm(x, self.lnfw, self.lnfb, kernels=self.kernels)
 
 
 class GPT2(nn.Module):
@@ -106,11 +111,12 @@ class GPT2(nn.Module):
         dropout: Annotated[float, Ge(0), Le(0.99)] = 0.0,
         init_from: str | None = None,
         seed: Annotated[int, Ge(0)] = 42,
-        loss_chunk: Annotated[int, Ge(1)] | None = None,
+        loss_chunk: Annotated[int, Ge(1)] = 512,
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:
         super().__init__()
-        assert max_seq_len is not None and vocab_size is not None, "the caller supplies these"
+        assert max_seq_len is not None, "supplied from train.seq_len"
+        assert vocab_size is not None, "supplied from the data"
         if width % heads:
             raise ValueError(f"model.width={width} is not a multiple of model.heads={heads}")
         self.layers, self.heads, self.width = layers, heads, width
@@ -119,9 +125,12 @@ class GPT2(nn.Module):
         if self.padded_vocab < vocab_size:
             raise ValueError(f"model.padded_vocab={padded_vocab} is less than the vocabulary of {vocab_size}")
         self.dropout, self.init_from = dropout, init_from
+        self.loss_chunk, self.kernels = loss_chunk, kernels
         self.embed = Embedding(padded_vocab=self.padded_vocab, max_seq_len=max_seq_len, width=width)
-        self.blocks = nn.ModuleList(Block(width=width, heads=heads, dropout=dropout) for _ in range(layers))
-        self.final = FinalNorm(width=width)
+        self.blocks = nn.ModuleList(
+            Block(width=width, heads=heads, dropout=dropout, kernels=kernels) for _ in range(layers)
+        )
+        self.final = FinalNorm(width=width, kernels=kernels)
         self.reset_parameters(seed=seed)
 
     @torch.no_grad()
@@ -153,15 +162,14 @@ class GPT2(nn.Module):
         x = F.dropout(self.embed(tokens, start=start), self.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache.layers[i] if cache is not None else None)
-        logits = F.linear(self.final(x), self.embed.wte[: self.vocab_size])
+        x, head = self.final(x), self.embed.wte[: self.vocab_size]
         if targets is None:
-            return logits
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-        return losses.mean() if reduction == "mean" else losses.view_as(targets)
+            return F.linear(x, head)
+        return head_loss(x, head, targets, reduction=reduction, chunk=self.loss_chunk, kernels=self.kernels)
 
     def new_cache(self, batch: int) -> Cache:
         """Return an empty cache for generating `batch` sequences."""
-        return Cache(batch, [LayerCache(self.max_seq_len) for _ in range(self.layers)])
+        return Cache([LayerCache(self.max_seq_len) for _ in range(self.layers)])
 
     def header(self) -> dict[str, int]:
         """Return the shape as llm.c's model file names it."""
