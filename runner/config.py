@@ -12,10 +12,14 @@ from typing import Any
 from runner import fits
 from runner.signature import Signature, TargetError, config_name, signature_of
 
-SUPPLIED = frozenset(
-    {"rank", "world", "device", "segments", "rng", "dir", "layout", "any_rank", "barrier"}
-)
-"""Arguments that the program passes itself; a configuration may not set them."""
+SUPPLIED: Mapping[str, frozenset[str]] = {
+    "train": frozenset({"world"}),
+    "parallel": frozenset({"rank", "world", "device"}),
+    "optimizer": frozenset({"segments", "rng"}),
+    "checkpoint": frozenset({"dir", "rank", "any_rank", "barrier"}),
+    "meter": frozenset({"flops_per_token", "device_name", "dtype", "world"}),
+}
+"""Arguments that the program passes itself, by group; a configuration may not set them."""
 
 GROUPS = (
     *("run", "train", "data", "model", "optimizer", "scheduler", "clip", "outlier", "precision", "parallel"),
@@ -86,17 +90,18 @@ def check_node(node: Mapping[str, Any], path: str, trust: tuple[str, ...] = TRUS
 def _check_arguments(
     node: Mapping[str, Any], path: str, signature: Signature, trust: tuple[str, ...]
 ) -> Iterator[str]:
+    supplied = SUPPLIED.get(path, frozenset())
     known = {config_name(name): p for name, p in signature.parameters.items()}
-    allowed = [name for name in known if name not in SUPPLIED]
+    allowed = [name for name in known if name not in supplied]
     for key, value in node.items():
         if key == "_target_":
             continue
-        if key in known and key not in SUPPLIED:
+        if key in known and key not in supplied:
             yield from _check_value(value, f"{path}.{key}", known[key].annotation, trust)
-        elif not signature.takes_any or key in SUPPLIED:
+        elif not signature.takes_any or key in supplied:
             yield f"{path}.{key}: {_unknown(key, allowed, path)}"
     for name, parameter in known.items():
-        if parameter.required and name not in node and name not in SUPPLIED:
+        if parameter.required and name not in node and name not in supplied:
             yield f"{path}.{name}: is required"
 
 

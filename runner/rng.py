@@ -7,6 +7,8 @@ and update, and a hash of (seed, position) gives the noise (llmc/sampler.h, llmc
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -203,3 +205,12 @@ class Generators:
         torch.set_rng_state(state["torch"])
         if self._device is not None and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self._device)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Give every generator back as it was, whatever is drawn inside."""
+        before = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
