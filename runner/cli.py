@@ -7,6 +7,7 @@ SIGINT / SIGTERM after saving a checkpoint.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,10 @@ def run_command(arguments: Sequence[str]) -> int:
     if list(arguments) in (["--version"], ["-V"]):
         print(f"runner {__version__}")
         return 0
+    from runner.explain import explain, unknown_flag
+
+    if wrong := unknown_flag(arguments):
+        return _refuse([wrong])
     asked = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     outcomes: list[Outcome | ConfigError] = []
@@ -49,9 +54,7 @@ def run_command(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from runner.explain import explain
-
-        lines = explain(error)
+        lines = explain(error, arguments)
         if lines is None:
             raise
         return _refuse(lines)
@@ -119,7 +122,28 @@ def resolve(cfg: Any) -> dict[str, Any]:
         raise ConfigError(explain(error) or [str(error)]) from error
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items() if key != "hydra"}
-    problems = check(plain) or cross_check(plain)
+    problems = check(plain)
+    wrong = {re.split(r"[.:]", line)[0] for line in problems}
+    problems = [*_originals(problems, cfg), *cross_check(plain, wrong=wrong)]
     if problems:
         raise ConfigError(problems)
     return plain
+
+
+def _originals(problems: list[str], cfg: Any) -> list[str]:
+    """Drop the lines of values that only repeat another one (`${train.steps}`) which has a line itself."""
+    from omegaconf import OmegaConf
+
+    paths = {line.split(":")[0] for line in problems}
+
+    def repeats(line: str) -> bool:
+        path = line.split(":")[0]
+        group, _, key = path.rpartition(".")
+        node = OmegaConf.select(cfg, group) if group else None
+        if not OmegaConf.is_dict(node) or key not in node or not OmegaConf.is_interpolation(node, key):
+            return False
+        raw = OmegaConf.to_container(node, resolve=False)
+        assert isinstance(raw, dict)
+        return str(raw[key]).strip("${}") in paths
+
+    return [line for line in problems if not repeats(line)]

@@ -101,9 +101,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         evaluators=several["evaluate"],
         view=View(model, engine, data, autocast, plan.micro_batch, plan.seq_len, run["seed"], plan.steps),
         emitter=Emitter(several["logger"] if rank == 0 else {}),
-        store=make(
-            config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier
-        ),
+        store=make(config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier),
         stop=stop,
         inject=make(config["debug"]),
         identity=_identity(network, precision, engine, run),
@@ -115,7 +113,9 @@ def _settle_manifest(config: Config, s: Session, *, resumed: bool) -> list[str]:
     return []
 
 
-def _optimizer(make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]) -> Optimizer:
+def _optimizer(
+    make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]
+) -> Optimizer:
     optimizer: Optimizer = make(node, segments=segments, rng=rng)
     return optimizer
 
@@ -136,11 +136,17 @@ def choose_device(name: str, *, rank: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"run.device: no device is called {name!r}; use auto, cpu, cuda or cuda:N") from error
+        raise ValueError(
+            f"run.device: no device is called {name!r}; use auto, cpu, cuda or cuda:N"
+        ) from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu")
-        device = torch.device("cuda", rank % torch.cuda.device_count() if device.index is None else device.index)
+            raise ValueError(
+                f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu"
+            )
+        device = torch.device(
+            "cuda", rank % torch.cuda.device_count() if device.index is None else device.index
+        )
         torch.cuda.set_device(device)
     return device
 
@@ -164,4 +170,3 @@ def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Con
 
 def _cpu() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-

@@ -173,4 +173,3 @@ class Session:
                 part.load_state_dict(found.parts[name])
         # llm.c's own checkpoints have no side file: the step in the header is what counts.
         self.progress.step = found.step
-

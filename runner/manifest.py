@@ -1,1 +1,0 @@
-def read(d): return None
