@@ -14,10 +14,10 @@ from runner.checkpoint.llmc_format import gpt2_layout
 SHAPE = {
     "max_seq_len": 16,
     "vocab_size": 100,
-    "num_layers": 2,
-    "num_heads": 2,
+    "layers": 2,
+    "heads": 2,
     "channels": 8,
-    "padded_vocab_size": 128,
+    "padded_vocab": 128,
 }
 
 

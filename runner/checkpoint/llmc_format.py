@@ -22,7 +22,7 @@ from runner.checkpoint.disk import Chunk, Written
 from runner.checkpoint.reader import Reader
 
 SUFFIX = ".bin"
-SHAPE_FIELDS = ("max_seq_len", "vocab_size", "num_layers", "num_heads", "channels", "padded_vocab_size")
+SHAPE_FIELDS = ("max_seq_len", "vocab_size", "layers", "heads", "channels", "padded_vocab")
 """A GPT-2's shape integers in the order of the model header, ints 2 to 7."""
 
 _HEADER_BYTES = 1024
@@ -75,7 +75,7 @@ class StateFile(NamedTuple):
 
 def gpt2_layout(shape: Mapping[str, int]) -> tuple[Slot, ...]:
     """Return llm.c's 16 parameter tensors of a GPT-2 of this shape, in file order."""
-    length, layers, c, v = (shape[k] for k in ("max_seq_len", "num_layers", "channels", "padded_vocab_size"))
+    length, layers, c, v = (shape[k] for k in ("max_seq_len", "layers", "channels", "padded_vocab"))
     block: dict[str, tuple[int, ...]] = {
         "ln1w": (c,),
         "ln1b": (c,),
@@ -90,9 +90,9 @@ def gpt2_layout(shape: Mapping[str, int]) -> tuple[Slot, ...]:
         "fcprojw": (c, 4 * c),
         "fcprojb": (c,),
     }
-    named: list[tuple[str, tuple[int, ...], int]] = [("wte", (v, c), 1), ("wpe", (length, c), 1)]
+    named: list[tuple[str, tuple[int, ...], int]] = [("embed.wte", (v, c), 1), ("embed.wpe", (length, c), 1)]
     named += [(f"blocks.*.{name}", extents, layers) for name, extents in block.items()]
-    named += [("lnfw", (c,), 1), ("lnfb", (c,), 1)]
+    named += [("final.lnfw", (c,), 1), ("final.lnfb", (c,), 1)]
     slots: list[Slot] = []
     for name, extents, copies in named:
         offset = slots[-1].offset + slots[-1].numel if slots else 0
@@ -175,7 +175,7 @@ def _model_header(file: Reader) -> ModelHeader:
     shape = dict(zip(SHAPE_FIELDS, ints[2:8], strict=True))
     if min(shape.values()) < 1 or any(ints[8:]):
         raise ValueError(f"{path}: damaged header ({shape}; the other fields must be 0)")
-    if shape["channels"] % shape["num_heads"] or shape["padded_vocab_size"] < shape["vocab_size"]:
+    if shape["channels"] % shape["heads"] or shape["padded_vocab"] < shape["vocab_size"]:
         raise ValueError(f"{path}: impossible shape {shape}")
     slots = gpt2_layout(shape)
     params = slots[-1].offset + slots[-1].numel

@@ -40,7 +40,8 @@ def try_load(
         return None, str(error)
     match.check_model(saved[0], live)
     snapshot, notes = saved[0], missing(found)
-    if match.check_topology(snapshot, live, allow_reshard=allow_reshard):
+    resharded = match.check_topology(snapshot, live, allow_reshard=allow_reshard)
+    if resharded:
         if len(saved) != found.world:
             saved = [load_rank(found, rank, weights) for rank in range(found.world)]
         snapshot = reshard(saved, world=live.world, rank=live.rank, sharded=is_sharded(live))
@@ -50,7 +51,7 @@ def try_load(
         notes += (f"checkpoint {step}: {text}",)
     matched = match.match_optimizer(snapshot, live)
     notes += matched.notes + match.match_env(snapshot, live, strict=strict_env)
-    return Matched(matched.snapshot, notes), ""
+    return Matched(matched.snapshot, notes, resharded), ""
 
 
 def load_weights(found: Found, *, layout: Sequence[Slot] = ()) -> Weights:

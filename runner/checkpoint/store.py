@@ -21,10 +21,14 @@ _SPARE_BYTES = 16 << 20  # left free on the disk for logs
 
 
 class Restored(NamedTuple):
-    """What to go on from; `snapshot` is None on a fresh start."""
+    """What to go on from; `snapshot` is None on a fresh start.
+
+    `resharded`: the optimizer state was re-cut for this run's ranks, the data stream's state was not.
+    """
 
     snapshot: Snapshot | None
     events: tuple[Event, ...]
+    resharded: bool = False
 
 
 class Store:
@@ -112,7 +116,7 @@ class Store:
             assert snapshot is not None
             self.resumed_step = step
             events += [Note(step, text, "warning") for text in snapshot.notes]
-            return Restored(snapshot.snapshot, (*events, *self._clean(step)))
+            return Restored(snapshot.snapshot, (*events, *self._clean(step)), snapshot.resharded)
         if steps:
             reasons = "; ".join(event.text for event in events if isinstance(event, Note))
             raise ValueError(
