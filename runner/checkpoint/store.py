@@ -1,0 +1,256 @@
+"""Save, find and restore a run's checkpoints so that a crash at any instant loses at most one interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from annotated_types import Ge
+
+from runner.api import Event, Note, Removed, Saved, Snapshot
+from runner.checkpoint import disk, load
+from runner.checkpoint import folder as files
+from runner.checkpoint.host_copies import HostCopies
+from runner.checkpoint.job import Job, check_format, make_job
+from runner.checkpoint.writer import Writing
+
+_SPARE_BYTES = 16 << 20  # left free on the disk for logs
+
+
+class Restored(NamedTuple):
+    """What to go on from; `snapshot` is None on a fresh start.
+
+    `resharded`: the optimizer state was re-cut for this run's ranks, the data stream's state was not.
+    """
+
+    snapshot: Snapshot | None
+    events: tuple[Event, ...]
+    resharded: bool = False
+
+
+class Store:
+    """A run folder's checkpoints, as one rank sees them.
+
+    Every method that all ranks must call together says so. Supplied when built: `dir` the run folder,
+    `rank` and `world`, `any_rank` (whether any rank raised a flag) and `barrier` of the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: Annotated[int, Ge(0)],
+        keep: Annotated[int, Ge(1)] | None,
+        major_every: Annotated[int, Ge(0)],
+        resume: Literal["auto", "never", "must"],
+        format: Literal["auto", "llmc", "safetensors"],
+        allow_reshard: bool,
+        strict_env: bool,
+        async_: Literal["auto", "on", "off"],
+        dir: Path,
+        rank: int = 0,
+        any_rank: Callable[[bool], bool] = bool,
+        barrier: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.every, self.keep, self.major_every = every, keep, major_every
+        self.resume, self.format = resume, format
+        self.allow_reshard, self.strict_env = allow_reshard, strict_env
+        self.asynchronous = async_ != "off"
+        self.dir = Path(dir)
+        self.rank, self._any_rank, self._barrier = rank, any_rank, barrier
+        self.resumed_step: int | None = None
+        self._copies = HostCopies()
+        self._flight: _Flight | None = None
+        self._foreign: set[int] = set()
+
+    # ------------------------------------------------------------ when
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to save after `step` updates: llm.c's rule, and never again what was resumed from."""
+        if not self.every or step == self.resumed_step:
+            return False
+        return last or (step > 0 and step % self.every == 0)
+
+    # ------------------------------------------------------------ restore
+
+    def restore(self, live: Snapshot, *, overwrite: bool = False) -> Restored:
+        """Find what to continue from; `live` is the freshly built run that it must fit. All ranks together.
+
+        ValueError (one line) if the folder is not writable, holds only damaged checkpoints, or a checkpoint
+        of another model, optimizer or topology, or if a fresh start would overwrite checkpoints.
+        """
+        check_format(self.format, live)
+        if overwrite and self.resume == "must":
+            raise ValueError("run.overwrite=true starts afresh, checkpoint.resume=must continues: choose one")
+        if self.rank == 0:
+            disk.probe(self.dir)
+        self._barrier()
+        if overwrite or self.resume == "never":
+            return Restored(None, self._start_fresh(overwrite=overwrite))
+        return self._resume(live)
+
+    def _start_fresh(self, *, overwrite: bool) -> tuple[Event, ...]:
+        steps = files.require_fresh(self.dir, overwrite=overwrite)
+        self._barrier()
+        if self.rank != 0:
+            return ()
+        for step in steps:
+            files.remove(self.dir, step)
+        removed = (Removed(step, str(files.done_path(self.dir, step))) for step in steps)
+        return (*removed, *self._clean(0))
+
+    def _resume(self, live: Snapshot) -> Restored:
+        events: list[Event] = []
+        steps = files.done_steps(self.dir)
+        for step in reversed(steps):
+            snapshot, problem = load.try_load(
+                self.dir, step, live, allow_reshard=self.allow_reshard, strict_env=self.strict_env
+            )
+            if self._any_rank(snapshot is None):
+                problem = problem or "another rank cannot read it"
+                text = f"checkpoint {step} in {self.dir} is damaged, trying the next older one: {problem}"
+                events.append(Note(step, text, "warning"))
+                continue
+            assert snapshot is not None
+            self.resumed_step = step
+            events += [Note(step, text, "warning") for text in snapshot.notes]
+            return Restored(snapshot.snapshot, (*events, *self._clean(step)), snapshot.resharded)
+        if steps:
+            reasons = "; ".join(event.text for event in events if isinstance(event, Note))
+            raise ValueError(
+                f"run.dir: no checkpoint in {self.dir} is intact ({reasons}); mend the files, "
+                "or start again with run.overwrite=true"
+            )
+        if self.resume == "must":
+            raise ValueError(
+                f"checkpoint.resume=must: {self.dir} holds no DONE file; check run.name, or pass resume=auto"
+            )
+        return Restored(None, self._clean(0))
+
+    def _clean(self, step: int) -> tuple[Event, ...]:
+        if self.rank != 0:
+            return ()
+        return tuple(Note(step, f"{self.dir}: {line}") for line in files.clean(self.dir))
+
+    # ------------------------------------------------------------ save
+
+    def save(self, snapshot: Snapshot) -> list[Event]:
+        """Start writing a checkpoint, complete when `before_update` or `join` returns Saved. All together.
+
+        Until then the snapshot's tensors must not change, except that `before_update` may be followed by
+        an update. A failure is an event, never an exception: training goes on.
+        """
+        events = self.join()
+        start = time.perf_counter()
+        copied = snapshot.weights.device.type != "cpu"
+        held = self._copies.take(snapshot) if copied else snapshot
+        job = make_job(held, folder=self.dir, suffix=check_format(self.format, snapshot))
+        problem = self._short_of_space(job, snapshot)
+        if self._any_rank(problem is not None):
+            problem = problem or "another rank's disk is too full"
+            text = f"checkpoint {snapshot.step} not written, the next one is tried: {problem}"
+            return [*events, Note(snapshot.step, text, "warning")]
+        writing = Writing(job, ready=self._copies.wait_host if copied else lambda: None)
+        self._flight = _Flight(snapshot.step, writing, copied, time.perf_counter() - start)
+        return events if self.asynchronous else events + self.join()
+
+    def _short_of_space(self, job: Job, snapshot: Snapshot) -> str | None:
+        ranks = snapshot.world if self.rank == 0 else 1
+        need = job.size * ranks + _SPARE_BYTES
+        try:
+            free = disk.free_bytes(self.dir)
+        except OSError as error:
+            return f"{self.dir}: {error.strerror or error}"
+        return f"{self.dir}: {free} bytes free, {need} needed" if free < need else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._flight is not None
+
+    def before_update(self) -> list[Event]:
+        """Make the next update safe; call it before each one. All ranks together.
+
+        Written from live memory: waits for the writer. From copies: the device waits for the copies, and
+        the checkpoint is completed as soon as every rank's writer is done.
+        """
+        if self._flight is None:
+            return []
+        if self._flight.copied:
+            self._copies.wait_device()
+            if self._any_rank(self._flight.writing.running):
+                return []
+        return self.join()
+
+    def join(self) -> list[Event]:
+        """Complete the checkpoint in flight, if any. All ranks together."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        start = time.perf_counter()
+        flight.writing.wait()
+        events = self._complete(flight.step, flight.writing)
+        blocked_ms = 1000 * (flight.blocked_s + time.perf_counter() - start)
+        if self.rank == 0 and events is None:
+            path = str(files.done_path(self.dir, flight.step))
+            saved = Saved(flight.step, path, flight.writing.size, blocked_ms)
+            return [saved, *self._retain(flight.step)]
+        return events or []
+
+    def close(self) -> list[Event]:
+        """Complete what is in flight and release host memory. All ranks together."""
+        events = self.join()
+        self._copies.close()
+        return events
+
+    def _complete(self, step: int, writing: Writing) -> list[Event] | None:
+        """Give the files their names and write DONE; return events only if that failed."""
+        failure = writing.failure
+        if self._any_rank(failure is not None):
+            writing.discard()
+            return self._failed(step, failure or "another rank could not write its files")
+        failure = self._attempt(lambda: files.remove(self.dir, step) if self.rank == 0 else None)
+        self._barrier()  # an older attempt at this step is gone: nothing vouches for a mixture
+        failure = failure or self._attempt(writing.publish)
+        if self._any_rank(failure is not None):
+            return self._failed(step, failure or "another rank could not rename its files")
+        failure = self._attempt(lambda: files.mark_done(self.dir, step) if self.rank == 0 else None)
+        return self._failed(step, failure) if failure else None
+
+    def _attempt(self, action: Callable[[], None]) -> str | None:
+        try:
+            action()
+        except OSError as error:
+            return f"{error.filename or self.dir}: {error.strerror or error}"
+        return None
+
+    def _failed(self, step: int, why: str) -> list[Event]:
+        return [Note(step, f"checkpoint {step} not written, older ones stay: {why}", "error")]
+
+    def _retain(self, step: int) -> list[Event]:
+        steps = files.done_steps(self.dir)
+        events: list[Event] = []
+        foreign = {s for s in steps if s > step} - self._foreign
+        if foreign:
+            self._foreign |= foreign
+            text = f"{self.dir} holds later checkpoints of another run, left alone: {sorted(foreign)}"
+            events.append(Note(step, text, "warning"))
+        protect = {step} if self.resumed_step is None else {step, self.resumed_step}
+        gone = files.victims(
+            steps, written=step, keep=self.keep, major_every=self.major_every, protect=protect
+        )
+        for victim in gone:
+            if failure := self._attempt(partial(files.remove, self.dir, victim)):
+                events.append(Note(step, f"checkpoint {victim} not removed: {failure}", "warning"))
+            else:
+                events.append(Removed(victim, str(files.done_path(self.dir, victim))))
+        return events
+
+
+class _Flight(NamedTuple):
+    step: int
+    writing: Writing
+    copied: bool
+    blocked_s: float
