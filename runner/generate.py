@@ -5,11 +5,10 @@ B sequences, T tokens so far.
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +150,7 @@ class Options(NamedTuple):
 def _options(argv: list[str]) -> Options | None:
     if not argv or argv[0] in ("-h", "--help"):
         return None
-    known = inspect.get_annotations(Options, eval_str=True)
+    known = get_type_hints(Options)
     values: dict[str, Any] = {}
     for argument in argv:
         key, equals, text = argument.partition("=")
