@@ -46,7 +46,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return _refuse([wrong])
     asked = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    outcomes: list[Outcome | ConfigError] = []
+    outcomes: list[Outcome | Exception] = []
     try:
         _hydra_app(outcomes, restore_env=not asked)()
     except SystemExit as leave:
@@ -58,10 +58,20 @@ def run_command(arguments: Sequence[str]) -> int:
         if lines is None:
             raise
         return _refuse(lines)
-    for outcome in outcomes:
-        if isinstance(outcome, ConfigError):
-            return _refuse(outcome.problems)
-    return max((o.code for o in outcomes if not isinstance(o, ConfigError)), default=0)
+    codes = [_settle(outcome) for outcome in outcomes]
+    return max(codes, default=0)
+
+
+def _settle(outcome: Outcome | Exception) -> int:
+    if isinstance(outcome, ConfigError):
+        return _refuse(outcome.problems)
+    if isinstance(outcome, Exception):
+        import traceback
+
+        traceback.print_exception(outcome)
+        print(f"runner: error: {type(outcome).__name__}: {outcome}", file=sys.stderr)
+        return 1
+    return outcome.code
 
 
 def _refuse(problems: Sequence[str]) -> int:
@@ -70,7 +80,7 @@ def _refuse(problems: Sequence[str]) -> int:
     return 2
 
 
-def _hydra_app(outcomes: list[Outcome | ConfigError], *, restore_env: bool) -> Any:
+def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool) -> Any:
     import hydra
 
     # Hydra 1.4 warns about a version base; 1.3 needs it.
@@ -81,13 +91,13 @@ def _hydra_app(outcomes: list[Outcome | ConfigError], *, restore_env: bool) -> A
         if restore_env:
             os.environ.pop("HYDRA_FULL_ERROR", None)
         try:
-            outcomes.append(start(cfg))
-        except ConfigError as error:
-            # Returned, not raised: Hydra would print its own text about the failed job.
+            outcome = start(cfg)
+        except Exception as error:
+            # Kept, not raised: Hydra would print its own text about the failed job.
             outcomes.append(error)
             return None
-        outcome = outcomes[-1]
-        return None if isinstance(outcome, ConfigError) else outcome.val_loss
+        outcomes.append(outcome)
+        return outcome.val_loss
 
     return app
 
