@@ -84,7 +84,7 @@ class AdamW:
             if source.numel() != target.numel():
                 raise ValueError(
                     f"optimizer state: {name!r} holds {source.numel()} values, "
-                    f"this rank needs {target.numel()}; resume with the model and the number of processes that wrote it"
+                    f"this rank needs {target.numel()}; resume with the model and world size that wrote it"
                 )
             target.copy_(source.view(-1))
 
