@@ -1,6 +1,7 @@
 """tmp"""
 
 from typing import Literal
+
 import torch
 
 
