@@ -147,8 +147,9 @@ class Text:
         for name, entry in manifest["splits"].items():
             if not entry["shards"]:
                 raise ValueError(
-                    f"data.path={self._path!r} leaves nothing for {name} at val_fraction={self._val_fraction}: "
-                    "provide more text or another data.separator"
+                    f"data.path={self._path!r} leaves nothing for {name} at data.val_fraction="
+                    f"{self._val_fraction}: "
+                    "give more text or another data.separator"
                 )
         return _files(str(folder), manifest)
 

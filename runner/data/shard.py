@@ -60,13 +60,12 @@ def read_header(path: Path) -> Shard:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            header = np.frombuffer(file.read(HEADER_BYTES), "<i4", count=-1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it ends inside its header"
-        raise ValueError(f"{path}: cannot be read as a token shard: {reason}") from None
-    if size < HEADER_BYTES:
+            header = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read as a token shard: {error.strerror}") from None
+    if len(header) < HEADER_BYTES:
         raise ValueError(f"{path}: {size} bytes, shorter than a shard's header of {HEADER_BYTES} bytes")
-    magic, version, tokens = (int(word) for word in header[:3])
+    magic, version, tokens = (int(word) for word in np.frombuffer(header, "<i4", count=3))
     layout = _LAYOUTS.get(magic)
     if layout is None:
         kind = f" ({_OTHER_FILES[magic]})" if magic in _OTHER_FILES else ""
