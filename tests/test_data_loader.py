@@ -114,6 +114,7 @@ def test_thread_does_not_keep_the_process():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_cuda_batches_are_the_same(prefetch):
     plain, device = Loader(Counting()), Loader(Counting(), device="cuda", prefetch=prefetch)

@@ -23,7 +23,7 @@ from runner.data.prepare import Options, main, parse, prepare
 from runner.data.shard import ShardReader, read_header
 from runner.data.tokenizer import ByteTokenizer, tokenizer
 
-WORDS = "call me ishmael some years ago never mind how long precisely".split()
+WORDS = ["call", "me", "ishmael", "some", "years", "ago", "never", "mind", "how", "long", "precisely"]
 
 
 def texts(n, *, length=40):
@@ -288,12 +288,13 @@ def test_missing_packages_are_one_line(tmp_path, monkeypatch):
         list(read_texts(source))
 
 
-@pytest.mark.filterwarnings("ignore")  # of the package's own pickling
 def test_parquet_and_saved_datasets(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = texts(50)
-    dataset = datasets.Dataset.from_dict({"text": rows, "n": list(range(50))})
-    dataset.to_parquet(str(tmp_path / "a.parquet"))
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = texts(3000)
+    table = arrow.table({"text": rows, "n": list(range(len(rows)))})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    dataset = datasets.Dataset(table, fingerprint="test")
     dataset.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "dict"))
     assert list(read_texts(tmp_path / "a.parquet")) == rows

@@ -61,7 +61,7 @@ def test_what_llmc_refuses_is_refused_in_one_line(case):
 def test_bad_file_is_named_with_its_fault(tmp_path, content, words):
     path = tmp_path / "bad.bin"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="bad.bin") as caught:
+    with pytest.raises(ValueError, match=r"bad\.bin") as caught:
         read_header(path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -166,6 +166,16 @@ def test_memory_and_open_files_stay_bounded(tmp_path):
     assert len(os.listdir("/proc/self/fd")) - files <= 32
     reader.close()
     assert len(os.listdir("/proc/self/fd")) < files
+
+
+def test_file_that_shrinks_is_named(tmp_path):
+    path = tmp_path / "x.bin"
+    write_shard(path, np.arange(1000, dtype=np.uint16))
+    reader = ShardReader([read_header(path)])
+    os.truncate(path, 1500)
+    with pytest.raises(OSError, match=r"x\.bin: ended at byte 1500"):
+        reader.read(0, start=0, count=1000)
+    reader.close()
 
 
 def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

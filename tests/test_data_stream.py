@@ -30,7 +30,8 @@ class MemoryReader(ShardReader):
 
 
 def name(run):
-    return f"{run['pattern']}-{run['B']}x{run['T']}-{run['rank']}of{run['num_processes']}-{run['should_shuffle']}"
+    ranks = f"{run['rank']}of{run['num_processes']}"
+    return f"{run['pattern']}-{run['B']}x{run['T']}-{ranks}-{run['should_shuffle']}"
 
 
 def open_run(run, *, prefetch=0):

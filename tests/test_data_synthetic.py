@@ -55,7 +55,7 @@ def test_streams(kind):
     rows(stream, 3)
     other.load_state_dict(stream.state_dict())
     assert np.array_equal(rows(other, 2), train[48:])
-    with pytest.raises(ValueError, match="data.seed=3"):
+    with pytest.raises(ValueError, match=r"data\.seed=3"):
         data.train(**(WHERE | {"seed": 4})).load_state_dict(stream.state_dict())
 
 

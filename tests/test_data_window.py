@@ -95,8 +95,8 @@ def test_rows_wrap_and_all_ranks_have_batches():
     assert rows_in(MemoryReader(sizes).shards, 8) == 5
     ranks = [RowSource(MemoryReader(sizes), Shape(2, 8, rank, 2)) for rank in range(2)]
     rows = [0, 8, 16, 2000, 2008]
-    seen = [rank.take()[0][:, 0].tolist() for _ in range(5) for rank in ranks]
-    assert sum(seen, []) == [rows[k % 5] for k in range(20)]
+    seen = [int(row) for _ in range(5) for rank in ranks for row in rank.take()[0][:, 0]]
+    assert seen == [rows[k % 5] for k in range(20)]
     state = ranks[1].state_dict()
     again = RowSource(MemoryReader(sizes), Shape(2, 8, 1, 2))
     again.load_state_dict(state)
