@@ -16,7 +16,6 @@ from runner.data.build import Document, build, thread_count
 from runner.data.manifest import Manifest, read_manifest
 from runner.data.tokenizer import Tokenizer
 
-
 _log = logging.getLogger(__name__)
 
 
