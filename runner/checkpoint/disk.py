@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -166,7 +167,7 @@ def free_bytes(folder: Path) -> int:
 
 def probe(folder: Path) -> None:
     """Fail now, with one line, if the folder cannot take files."""
-    path = folder / f".probe_{os.getpid()}.tmp"
+    path = folder / f".probe_{os.getpid()}_{threading.get_ident()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(path, [b"probe"])
