@@ -59,41 +59,47 @@ def plot_runs(histories: Sequence[History], path: str | Path, *, labels: Sequenc
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
         val, train = figure.subplots(2, 1, sharex=True)
-        for number, (history, label) in enumerate(zip(histories, labels, strict=True)):
-            colour = _RUNS[number % len(_RUNS)]
-            dash = ("-", "--", ":")[number // len(_RUNS) % 3]
-            _overlay(val, history.curves.get("val/loss"), colour=colour, dash=dash, label=label, window=1)
-            _overlay(train, history.curves.get("train/loss"), colour=colour, dash=dash, label=label, window=0)
-        val.set_title("validation loss")
-        train.set_title("training loss, smoothed")
-        train.set_xlabel("step")
-        for axes, metric in ((val, "val/loss"), (train, "train/loss")):
-            axes.grid(visible=True)
+        for axes, metric, title in (
+            (val, "val/loss", "validation loss"),
+            (train, "train/loss", "training loss, smoothed"),
+        ):
+            curves = [_smoothed(history, metric) for history in histories]
+            for number, (curve, label) in enumerate(zip(curves, labels, strict=True)):
+                colour = _RUNS[number % len(_RUNS)]
+                dash = ("-", "--", ":")[number // len(_RUNS) % 3]
+                if curve is not None:
+                    axes.plot(*curve, color=colour, linestyle=dash, linewidth=1.6, label=label)
+            axes.set_title(title + _zoom(axes, [curve for curve in curves if curve is not None]))
             axes.set_ylabel("nats per token")
-            _limit(axes, [curve.values for h in histories if (curve := h.curves.get(metric))])
+            axes.grid(visible=True)
+        train.set_xlabel("step")
         if len(histories) <= 12:
             val.legend(loc="upper right")
         figure.savefig(path)
 
 
 def smooth(values: npt.NDArray[np.float64], *, window: int) -> npt.NDArray[np.float64]:
-    """Return the centred moving average; the window shrinks at both ends, so no value is made up."""
-    half = window // 2
+    """Return the centred moving average, cut short at both ends so that no value is made up.
+
+    At the start it shrinks on both sides, as a steep curve would bend it otherwise.
+    """
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
-    reach = np.minimum(half, np.minimum(at, len(values) - 1 - at))
-    averaged: npt.NDArray[np.float64] = (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
+    reach = np.minimum(window // 2, at)
+    end = np.minimum(at + reach + 1, len(values))
+    averaged: npt.NDArray[np.float64] = (sums[end] - sums[at - reach]) / (end - at + reach)
     return averaged
 
 
 def _draw_loss(axes: Any, history: History) -> None:
     train, val = (_finite(history.curves.get(name)) for name in ("train/loss", "val/loss"))
     if train is not None:
-        window = _window(train)
+        applied = _applied(train, history)
+        window = _window(applied)
         if window > 1:
-            averaged = smooth(train.values, window=window)
+            averaged = smooth(applied.values, window=window)
             axes.plot(*train, color=_TRAIN, alpha=0.28, linewidth=0.8)
-            axes.plot(train.steps, averaged, color=_TRAIN, label=f"train, mean of {window}")
+            axes.plot(applied.steps, averaged, color=_TRAIN, label=f"train, mean of {window}")
         else:
             axes.plot(*train, color=_TRAIN, label="train")
     if val is not None:
@@ -118,11 +124,36 @@ def _draw_line(axes: Any, curve: Curve | None, *, colour: str, title: str) -> No
     axes.grid(visible=True)
 
 
-def _overlay(axes: Any, curve: Curve | None, *, colour: str, dash: str, label: str, window: int) -> None:
-    finite = _finite(curve)
-    if finite is not None:
-        values = smooth(finite.values, window=window or _window(finite))
-        axes.plot(finite.steps, values, color=colour, linestyle=dash, linewidth=1.6, label=label)
+def _smoothed(history: History, metric: str) -> Curve | None:
+    """Return a curve ready to lay over others: training losses averaged, other metrics as they are."""
+    finite = _finite(history.curves.get(metric))
+    if finite is None or not metric.startswith("train/"):
+        return finite
+    applied = _applied(finite, history)
+    return Curve(applied.steps, smooth(applied.values, window=_window(applied)))
+
+
+def _applied(curve: Curve, history: History) -> Curve:
+    """Leave out the skipped steps, whose losses would bend an average that no update followed."""
+    kept = ~np.isin(curve.steps, list(history.skipped))
+    return Curve(curve.steps[kept], curve.values[kept]) if kept.any() else curve
+
+
+def _zoom(axes: Any, curves: Sequence[Curve]) -> str:
+    """Cut the steep start off where it would hide how the runs differ; return the title's remark on it."""
+    if not curves:
+        return ""
+    start = 0.1 * max(float(curve.steps[-1]) for curve in curves)
+    late = [curve.values[curve.steps >= start] for curve in curves]
+    rest = np.concatenate(late)
+    everything = np.concatenate([curve.values for curve in curves])
+    if not len(rest):
+        return ""
+    low, high, top = float(rest.min()), float(np.percentile(rest, 99.5)), float(everything.max())
+    if top - low <= 2 * (high - low) or high == low:
+        return ""
+    axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
+    return f" (the start, up to {top:.3g}, is cut off)"
 
 
 def _mark_skips(axes: Any, history: History) -> None:

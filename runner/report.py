@@ -27,8 +27,9 @@ p.note { color: #6b7280; margin: 0 0 20px; }
 .card { background: #fff; border: 1px solid #e3e6eb; border-radius: 8px; padding: 14px; overflow-x: auto; }
 img { display: block; max-width: 100%; margin: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: #6b7280; font-weight: 600; font-size: 13px; white-space: nowrap; }
-th, td { padding: 6px 12px; border-bottom: 1px solid #eceef2; } tr:last-child td { border-bottom: 0; }
+th { text-align: left; color: #6b7280; font-weight: 600; font-size: 13px; }
+th, td { padding: 6px 11px; white-space: nowrap; border-bottom: 1px solid #eceef2; }
+tr:last-child td { border-bottom: 0; }
 td.n, th.n { text-align: right; } tr.best td { background: #f0f7f2; }
 pre { white-space: pre-wrap; margin: 0; font: 13px/1.5 ui-monospace, monospace; }
 details { margin: 0 0 14px; } summary { cursor: pointer; padding: 4px 0; font-weight: 600; }

@@ -214,10 +214,17 @@ def _resolve_mode(mode: str, *, settings: Any) -> str:
 
 
 def _netrc_has(base_url: str) -> bool:
-    path = os.environ.get("NETRC") or Path.home() / ".netrc"
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(path).authenticators(urlsplit(base_url).netloc) is not None
-    return False
+    """Whether netrc has a key, by wandb's own rule: it knows several names for its server."""
+    try:
+        from wandb.sdk.lib import wbauth
+    except ImportError:  # before wandb 0.24 moved it there
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            return netrc.netrc().authenticators(urlsplit(base_url).netloc) is not None
+        return False
+    try:
+        return wbauth.read_netrc_auth(host=base_url) is not None
+    except Exception:  # a key of the wrong form: wandb says so better when it is used
+        return True
 
 
 def _short(manifest: dict[str, Any]) -> dict[str, Any]:
