@@ -12,14 +12,18 @@ import torch
 from torch import nn
 
 from runner import __version__, manifest
-from runner.api import Engine, Note, Optimizer, RunInfo, Segment, View
+from runner.api import Engine, Note, Optimizer, RunInfo, Scheduler, Segment, View
 from runner.config import MULTIPLE, build, trusted
 from runner.emit import Emitter
+from runner.curvature import curvature_of
 from runner.meter import Meter
+from runner.optimizer.options import NAMES, Options, assemble
 from runner.precision import Precision
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
+from runner.scheduler import scaled
 from runner.session import Identity, Progress, Session
+from runner.signature import signature_of
 from runner.stop import Stop
 from runner.train import Plan
 
@@ -81,6 +85,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         world=world,
     )
     outlier = make(config["outlier"])
+    optimizer = engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng))
     autocast = precision.autocast(device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
@@ -91,8 +96,9 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         stream=data.train(**where, device=device, seed=run["seed"]),
         model=model,
         engine=engine,
-        optimizer=engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng)),
-        scheduler=make(config["scheduler"]),
+        optimizer=optimizer,
+        curvature=curvature_of(optimizer),
+        scheduler=_scheduler(make, config, tokens=plan.tokens),
         clip=make(config["clip"]),
         outlier=outlier,
         autocast=autocast,
@@ -137,8 +143,15 @@ def _settle_manifest(config: Config, s: Session, *, step: int | None) -> Sequenc
 def _optimizer(
     make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]
 ) -> Optimizer:
-    optimizer: Optimizer = make(node, segments=segments, rng=rng)
-    return optimizer
+    takes = frozenset(signature_of(str(node["_target_"])).parameters)
+    return assemble(segments, node=node, make=make, takes=takes, rng=rng)
+
+
+def _scheduler(make: Callable[..., Any], config: Config, *, tokens: int) -> Scheduler:
+    node = config["optimizer"]
+    factor = Options(**{name: node[name] for name in NAMES & node.keys()}).lr_factor(tokens)
+    schedule: Scheduler = make(config["scheduler"])
+    return schedule if factor == 1 else functools.partial(scaled, schedule=schedule, factor=factor)
 
 
 def _timing(meter: Meter, plan: Plan, step: int) -> Timing:

@@ -43,6 +43,8 @@ def train(s: Session) -> float:
     while s.progress.step < s.plan.steps and not s.progress.stopped:
         step = s.progress.step
 
+        if s.curvature.due(step):  # second-order optimizers only
+            estimate_curvature(s)
         loss = accumulate_gradients(s)  # data, forward, backward      [] mean over the step
         norm = s.engine.grad_norm()  # global L2                       []
         verdict = s.outlier(loss, norm)  # may this update be applied? [] bool
@@ -80,6 +82,19 @@ def accumulate_gradients(s: Session) -> Tensor:
     s.engine.finish_gradient_sync()
     s.inject.gradients(s.progress.step, s.engine)
     return s.engine.mean(torch.stack(losses).double().mean()).float()
+
+
+def estimate_curvature(s: Session) -> None:
+    """Show the optimizer the gradient of one more micro-batch with labels that the model draws itself."""
+    s.engine.zero_grad()
+    batch = s.stream.next()
+    with s.engine.micro_batch(last=True):
+        with s.autocast():
+            loss = s.model(batch.inputs, s.curvature.draw_labels(s.model, batch.inputs))
+        loss.backward()
+    s.engine.finish_gradient_sync()
+    samples = batch.inputs.numel() * s.plan.world
+    s.curvature.observe(samples=samples, apply=torch.isfinite(s.engine.grad_norm()))
 
 
 def evaluate(s: Session, *, step: int, last: bool) -> None:
