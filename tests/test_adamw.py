@@ -100,6 +100,14 @@ def test_fma_is_right_among_subnormals(a: int, b: int, c: int) -> None:
     assert reference.fma(*args).numpy()[0] == exact_fma(*values)
 
 
+@given(st.lists(st.tuples(floats, floats, floats), min_size=1, max_size=9))
+def test_fma_without_branches_is_the_same(values: list[tuple[float, float, float]]) -> None:
+    a, b, c = torch.tensor(values, dtype=torch.float32).unbind(1)
+    product = a.double() * b.double()
+    branchless = reference._odd(product, c.double(), product + c).float()
+    assert torch.equal(branchless, reference.fma(a, b, c))
+
+
 # ---------------------------------------------------------------- whole optimizers
 
 
@@ -255,4 +263,5 @@ def test_kernels_can_be_off_and_many_processes_may_build_at_once(tmp_path: Path)
     processes = [start("on"), start("on"), start("off")]
     outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
     assert outputs == (["True", "True", "False"] if shutil.which("cc") else ["False"] * 3)
+    assert len(list(tmp_path.glob("runner/kernels-*.so"))) == (1 if shutil.which("cc") else 0)
     assert not list(tmp_path.glob("**/*.tmp"))
