@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("no compiled CPU kernels (%s): updates take about 40 times as long, same bits", error)
+        _log.warning("no compiled CPU kernels (%s): updates take about 20 times as long, same bits", error)
         return None
 
 
