@@ -13,10 +13,12 @@ from torch import nn
 
 from runner import __version__, manifest
 from runner.api import Engine, Note, Optimizer, RunInfo, Scheduler, Segment, View
+from runner.blocks import settle_blocks
 from runner.config import MULTIPLE, build, trusted
 from runner.emit import Emitter
 from runner.curvature import curvature_of
 from runner.meter import Meter
+from runner.micro_batch import settle_micro_batch
 from runner.optimizer.options import NAMES, Options, assemble
 from runner.precision import Precision
 from runner.readback import Readback, Timing
@@ -36,6 +38,8 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     Raises:
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
+    device = choose_device(config["run"]["device"], rank=rank)
+    config = settle_micro_batch(config, dir=dir, device=device, world=world)
     s = _build(config, dir=dir, rank=rank, world=world, stop=stop)
     restored = s.store.restore(s.snapshot(), overwrite=config["run"]["overwrite"])
     resumed = restored.snapshot is not None
@@ -73,10 +77,11 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     numbers = precision.apply(device)
     network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
     precision.convert(network, device=device)
+    settle_blocks(network, compile=run["compile"], checkpoint=plan.checkpoint_blocks)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
     rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
-    where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
+    where = {"micro_batch": plan.rows, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter: Meter = make(
         config["meter"],
         flops_per_token=network.flops_per_token(plan.seq_len),
@@ -107,7 +112,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         meter=meter,
         readback=Readback(functools.partial(_timing, meter, plan), device=device),
         evaluators=several["evaluate"],
-        view=View(model, engine, data, autocast, plan.micro_batch, plan.seq_len, run["seed"], plan.steps),
+        view=View(model, engine, data, autocast, plan.rows, plan.seq_len, run["seed"], plan.steps),
         emitter=Emitter(several["logger"] if rank == 0 else {}),
         store=make(config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier),
         stop=stop,
@@ -198,6 +203,7 @@ def _identity(network: nn.Module, numbers: dict[str, str], engine: Engine, run: 
         "precision": numbers["mode"],
         "fp32_matmul": numbers["fp32_matmul"],
         "deterministic": run["deterministic"],
+        "compile": run["compile"],
         "world": engine.world,
     }
     return Identity({"kind": kind, **header()}, env)

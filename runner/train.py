@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -14,26 +14,35 @@ from runner.update import update
 if TYPE_CHECKING:
     from runner.session import Session
 
+MicroBatch = Annotated[int, Ge(1)] | Literal["auto"]
+
 
 @dataclass(frozen=True)
 class Plan:
     """How long to train and how many tokens make one update."""
 
     steps: Annotated[int, Ge(1)]
-    micro_batch: Annotated[int, Ge(1)]
+    micro_batch: MicroBatch
     seq_len: Annotated[int, Ge(1)]
     tokens_per_step: Annotated[int, Ge(1)] | None = None
+    checkpoint_blocks: bool = False
     world: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Return the sequences of one forward pass of a process."""
+        assert isinstance(self.micro_batch, int), "auto is settled before a plan is used"
+        return self.micro_batch
 
     @property
     def accumulate(self) -> int:
         """Return how many micro-batches each process runs per update."""
-        return self.tokens // (self.micro_batch * self.seq_len * self.world)
+        return self.tokens // (self.rows * self.seq_len * self.world)
 
     @property
     def tokens(self) -> int:
         """Return the tokens of one update over all processes."""
-        return self.tokens_per_step or self.micro_batch * self.seq_len * self.world
+        return self.tokens_per_step or self.rows * self.seq_len * self.world
 
 
 def train(s: Session) -> float:
