@@ -35,7 +35,7 @@ def settle_blocks(model: nn.Module, *, compile: Literal[False, "blocks"], checkp
         trained: Forward = torch.compile(plain, dynamic=False) if compile else plain
         if checkpoint:
             trained = functools.partial(_checkpointed, trained)
-        block.forward = functools.partial(_run, block, trained, plain)  # type: ignore[assignment]
+        block.forward = functools.partial(_run, block, trained, plain)
 
 
 def _run(block: nn.Module, trained: Forward, plain: Forward, *inputs: Any) -> Any:

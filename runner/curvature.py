@@ -49,5 +49,3 @@ def _inside(optimizer: Any) -> Iterator[Any]:
         yield from _inside(optimizer.inner)
     for part in getattr(optimizer, "parts", ()):
         yield from _inside(part.optimizer)
-
-

@@ -67,7 +67,9 @@ def _find(config: Config, *, device: torch.device, world: int) -> int:
     seq_len = train["seq_len"]
     candidates = divisors(train["tokens_per_step"] // (seq_len * world))
     if device.type == "cuda":
-        fits: Callable[[int], bool] = functools.partial(_passes, _model(config, device=device), config, device)
+        fits: Callable[[int], bool] = functools.partial(
+            _passes, _model(config, device=device), config, device
+        )
     else:
         fits = lambda rows: rows == 1 or rows * seq_len <= CPU_TOKENS  # noqa: E731
     best = largest_fitting(candidates, fits)

@@ -48,11 +48,17 @@ class Foreign:
         groups.append({"params": [p for p, with_decay in split if not with_decay]})
         if decays:
             groups[1]["weight_decay"] = 0.0
-        self._optimizer = build([group for group in groups if group["params"]])
+        whole = all(segment.whole for segment in segments)
+        self._optimizer: Any = None
+        try:
+            self._optimizer = build([group for group in groups if group["params"]])
+        except ValueError:
+            if whole:
+                raise
         kind = type(self._optimizer).__name__
-        if not (kind in ELEMENTWISE or all(segment.whole for segment in segments)):
+        if not whole and kind not in ELEMENTWISE:
             raise ValueError(
-                f"optimizer: {kind} needs whole tensors, parallel=zero1 gives each rank a part; "
+                "optimizer: this one needs whole tensors, parallel=zero1 gives each rank a part; "
                 "use parallel=ddp or single"
             )
 
@@ -63,15 +69,9 @@ class Foreign:
         self._set(step=step, lr=lr)
         for named in self._named:
             named.parameter.grad = named.grad * scale
-        try:
-            self._optimizer.step()
-        except TypeError as error:
-            raise ValueError(
-                f"optimizer: {type(self._optimizer).__name__} cannot be stepped from gradients alone ({error})"
-            ) from error
-        finally:
-            for named in self._named:
-                named.parameter.grad = None
+        self._optimizer.step()
+        for named in self._named:
+            named.parameter.grad = None
 
     def state_dict(self) -> State:
         """Return the state of each tensor by name, and what the groups count."""
