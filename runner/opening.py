@@ -15,8 +15,8 @@ from runner import __version__, manifest
 from runner.api import Engine, Note, Optimizer, RunInfo, Scheduler, Segment, View
 from runner.blocks import settle_blocks
 from runner.config import MULTIPLE, build, trusted
-from runner.emit import Emitter
 from runner.curvature import curvature_of
+from runner.emit import Emitter
 from runner.meter import Meter
 from runner.micro_batch import settle_micro_batch
 from runner.optimizer.options import NAMES, Options, assemble

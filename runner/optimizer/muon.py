@@ -17,8 +17,8 @@ from runner.optimizer.options import moved_together
 class Muon:
     """Orthogonalise the momentum of each matrix (Jordan et al. 2024). `segments` (fp32) are supplied.
 
-    Embeddings, heads and vectors get AdamW at `adamw_lr_scale` times the rate. With
-    `adjust_lr=match_rms_adamw` updates are as large as AdamW's, so that its rates carry over (Liu et al. 2025).
+    Embeddings, heads and vectors get AdamW at `adamw_lr_scale` times the rate. `match_rms_adamw` makes
+    updates as large as AdamW's, so that its rates carry over (Liu et al. 2025).
     """
 
     def __init__(
