@@ -33,17 +33,25 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
     s = _build(config, dir=dir, rank=rank, world=world, stop=stop)
+    now = _manifest(config, s)
+    before = manifest.read(dir) if s.store.resumes(overwrite=config["run"]["overwrite"]) else None
+    changes = manifest.compare(before, now) if before else manifest.Changes((), ())
+    if changes.errors:
+        raise ValueError("\n".join(changes.errors))
     restored = s.store.restore(s.snapshot(), overwrite=config["run"]["overwrite"])
-    resumed = restored.snapshot is not None
-    changes = _settle_manifest(config, s, step=restored.snapshot.step if restored.snapshot else None)
+    notes: list[str] = []
     if restored.snapshot is not None:
-        changes = [*changes, *s.restore(restored.snapshot)]
+        notes = [*changes.notes, *s.restore(restored.snapshot)]
+    resumed = restored.snapshot is not None
+    now["sessions"][-1]["start_step"] = s.progress.step
+    if rank == 0:
+        manifest.write(dir, manifest.resumed(before, now) if before and resumed else now)
     s.emitter.open(
         RunInfo(
             name=str(config["run"]["name"] or dir.name),
             dir=dir,
             config=config,
-            manifest=manifest.read(dir) or {},
+            manifest=now,
             start_step=s.progress.step,
             resumed=resumed,
             steps=s.plan.steps,
@@ -52,8 +60,8 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
         )
     )
     at = s.progress.step
-    cautions: Sequence[str] = getattr(s.outlier, "warnings", tuple)()
-    s.emit([*restored.events, *(Note(at, t) for t in changes), *(Note(at, t, "warning") for t in cautions)])
+    cautions = [*getattr(s.outlier, "warnings", tuple)(), *_rate_caution(config, s)]
+    s.emit([*restored.events, *(Note(at, t) for t in notes), *(Note(at, t, "warning") for t in cautions)])
     s.meter.start()
     return s
 
@@ -110,28 +118,26 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     )
 
 
-def _settle_manifest(config: Config, s: Session, *, step: int | None) -> Sequence[str]:
-    """Write the manifest; on a resume at `step`, compare with the old one and return what changed.
+def _rate_caution(config: Config, s: Session) -> list[str]:
+    """Warn of the default model's learning rate on a model that it would destroy."""
+    lr, parameters = config["optimizer"].get("lr"), s.engine.weights.numel()
+    if not isinstance(lr, float | int) or lr < 2e-3 or parameters < 20_000_000:
+        return []
+    return [
+        f"optimizer.lr={lr:g} is high for {parameters / 1e6:.0f}M parameters: "
+        "6e-4 is usual at 125M, 2e-4 at 1.3B (GPT-3, table 2.1)"
+    ]
 
-    Raises:
-        ValueError: something changed that the run's bits depend on.
-    """
+
+def _manifest(config: Config, s: Session) -> Config:
     tokenizer = s.data.tokenizer
-    new = manifest.collect(
+    return manifest.collect(
         config,
         data=s.data.fingerprint(),
         tokenizer=tokenizer.name if tokenizer else None,
         parameters=s.engine.weights.numel(),
         world=s.engine.world,
-        start_step=step or 0,
     )
-    old = manifest.read(s.dir) if step is not None else None
-    changes = manifest.compare(old, new) if old else manifest.Changes((), ())
-    if changes.errors:
-        raise ValueError("\n".join(changes.errors))
-    if s.engine.rank == 0:
-        manifest.write(s.dir, manifest.resumed(old, new) if old else new)
-    return changes.notes
 
 
 def _optimizer(
