@@ -209,7 +209,8 @@ def test_loss_never_holds_all_logits() -> None:
     assert max(sizes) <= max(16 * 300, 512 * 4)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # these two are of the
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # compiler itself
 @pytest.mark.parametrize("kernels", ["fast", "plain"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_blocks_compile_without_graph_breaks(name: str, kernels: Any) -> None:
