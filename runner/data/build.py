@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,16 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.shard import Tokens, layout_for, read_header, write_shard, write_whole
+from runner.data.manifest import Manifest, fresh_manifest, save_manifest, start_or_continue
+from runner.data.shard import Tokens, layout_for, write_shard
 from runner.data.tokenizer import Tokenizer
 from runner.data.tokenizer_file import write_tokenizer
 
-MANIFEST = "manifest.json"
-MANIFEST_VERSION = 1
 DEFAULT_SHARD_TOKENS = 100_000_000  # llm.c's fineweb.py
 _CHUNK_BYTES = 1 << 20  # of text per job of a thread: by bytes, so that one long document is no long tail
-
-Manifest = dict[str, Any]
 
 
 class Document(NamedTuple):
@@ -74,7 +70,7 @@ def build(
     shard, one of another key is refused. The bytes written do not depend on `workers`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = _start_or_continue(folder, _header(tokenizer, key=key, shard_tokens=shard_tokens))
+    manifest = start_or_continue(folder, fresh_manifest(tokenizer, key=key, shard_tokens=shard_tokens))
     if manifest["complete"]:
         return manifest
     writers = {
@@ -94,93 +90,8 @@ def build(
         writer.finish()
     write_tokenizer(folder / "tokenizer.bin", tokenizer)
     manifest["complete"] = True
-    _save(folder, manifest)
+    save_manifest(folder, manifest)
     return manifest
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """Return a folder's manifest, or None if it has none; ValueError if it is damaged."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}): remove the folder to start again") from None
-    if not isinstance(manifest, dict) or manifest.get("version") != MANIFEST_VERSION:
-        raise ValueError(
-            f"{path}: not a manifest of version {MANIFEST_VERSION}: remove the folder to start again"
-        )
-    return manifest
-
-
-def verify(folder: Path) -> list[str]:
-    """Compare every shard with its manifest; return one line per problem."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return [f"{folder / MANIFEST}: no manifest, nothing to verify against"]
-    problems = [] if manifest["complete"] else [f"{folder}: incomplete; the same command continues it"]
-    for split in manifest["splits"].values():
-        problems += [line for shard in split["shards"] for line in _shard_problems(folder, shard)]
-    return problems
-
-
-def _shard_problems(folder: Path, entry: dict[str, Any]) -> list[str]:
-    path = folder / entry["file"]
-    try:
-        shard = read_header(path)
-    except ValueError as error:
-        return [str(error)]
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if shard.tokens != entry["tokens"] or digest != entry["sha256"]:
-        return [f"{path}: differs from its manifest (sha256 {digest[:12]}..., {shard.tokens} tokens)"]
-    return []
-
-
-def _header(tokenizer: Tokenizer, *, key: dict[str, Any], shard_tokens: int) -> Manifest:
-    return {
-        "version": MANIFEST_VERSION,
-        "key": {
-            **key,
-            "tokenizer": {
-                "name": tokenizer.name,
-                "sha256": tokenizer.fingerprint(),
-                "vocab_size": tokenizer.vocab_size,
-                "eot": tokenizer.eot,
-            },
-            "shard_tokens": shard_tokens,
-        },
-        "complete": False,
-        "splits": {
-            split: {"documents": 0, "text_bytes": 0, "tokens": 0, "shards": []} for split in ("train", "val")
-        },
-    }
-
-
-def _start_or_continue(folder: Path, fresh: Manifest) -> Manifest:
-    manifest = read_manifest(folder)
-    if manifest is None:
-        if any(folder.glob("*.bin")):
-            raise ValueError(f"{folder}: holds .bin files without a {MANIFEST}: choose an empty folder")
-        _save(folder, fresh)
-        return fresh
-    if manifest["key"] != json.loads(json.dumps(fresh["key"])):
-        changed = [name for name in fresh["key"] if manifest["key"].get(name) != fresh["key"][name]]
-        raise ValueError(
-            f"{folder}: holds shards made from something else (differs in {', '.join(changed)}): "
-            "choose another folder or remove this one"
-        )
-    if not manifest["complete"]:
-        for split in manifest["splits"].values():
-            damaged = (place for place, shard in enumerate(split["shards"]) if _shard_problems(folder, shard))
-            del split["shards"][next(damaged, len(split["shards"])) :]
-            split |= {"documents": 0, "text_bytes": 0, "tokens": sum(s["tokens"] for s in split["shards"])}
-    return manifest
-
-
-def _save(folder: Path, manifest: Manifest) -> None:
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")
 
 
 class _SplitWriter:
@@ -235,7 +146,7 @@ class _SplitWriter:
         self._entry["shards"].append(shard)
         self._entry["tokens"] += self._filled
         self._filled = 0
-        _save(self._folder, self._manifest)
+        save_manifest(self._folder, self._manifest)
 
 
 def _encode_all(jobs: Iterable[_Job], tokenizer: Tokenizer, *, workers: int) -> Iterator[_Encoded]:
@@ -271,3 +182,10 @@ def _chunks(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+def thread_count() -> int:
+    """Return how many CPUs this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

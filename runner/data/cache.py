@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from runner.data.build import Document, Manifest, build, read_manifest
+from runner.data.build import Document, build, thread_count
+from runner.data.manifest import Manifest, read_manifest
 from runner.data.tokenizer import Tokenizer
 
 
@@ -50,7 +51,7 @@ def cached(
                 "set data.cache or XDG_CACHE_HOME to a folder that can be written"
             ) from None
         try:
-            build(documents(), temporary, tokenizer=tokenizer, key=key)
+            build(documents(), temporary, tokenizer=tokenizer, key=key, workers=thread_count())
             _publish(temporary, folder)
         except OSError as error:
             raise ValueError(f"data.cache: cannot write below {folder.parent}: {error.strerror}") from None

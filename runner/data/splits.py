@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from runner.data.loader import Loader
 from runner.data.shard import HEADER_BYTES, Shard, ShardReader, inspect_shards, scan_range
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 Order = Literal["shuffle", "sequential", "windows"]
 
 _SCAN_BYTES = 512 << 20  # token ids checked before a start; those beyond are checked when read
+_COUNT_TOKENS = 1 << 22  # read at a time when counting
 _SAMPLE_BYTES = 1 << 16  # of each end of a shard that enter the fingerprint
 
 
@@ -145,6 +150,19 @@ class Splits:
     def bytes_per_token(self, split: str) -> float | None:
         """Return the mean length of a token in bytes of text, None if the text is not known."""
         return self.files.bytes_per_token.get(split)
+
+    def count_tokens(self, split: str) -> NDArray[np.int64]:
+        """Return how often each id below the vocabulary size occurs in a split [V]."""
+        shards, problems = inspect_shards(getattr(self.files, split), key=split)
+        if problems:
+            raise ValueError("\n".join(problems))
+        counts = np.zeros(self._vocab_size, np.int64)
+        with closing(ShardReader(shards, limit=self._vocab_size)) as reader:
+            for index, shard in enumerate(shards):
+                for start in range(0, shard.tokens, _COUNT_TOKENS):
+                    tokens = reader.read(index, start=start, count=min(_COUNT_TOKENS, shard.tokens - start))
+                    counts += np.bincount(tokens, minlength=self._vocab_size)
+        return counts
 
     def _load(self, source: Source, where: Where) -> Stream:
         prefetch = self._prefetch

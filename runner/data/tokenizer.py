@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -76,14 +77,14 @@ class BpeTokenizer:
     """Byte-pair encoding of bytes by tiktoken; text that looks like a special token stays text."""
 
     def __init__(
-        self, name: str, *, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], eot: int
+        self, name: str, *, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eot: int
     ) -> None:
         self.name = name
         self.eot = eot
         self.vocab_size = max(max(ranks.values()), eot, *special.values()) + 1
         self._ranks = ranks
         self._pattern = pattern
-        self._special = dict(special)
+        self._special = special
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -116,12 +117,12 @@ class BpeTokenizer:
         return tiktoken.Encoding(
             self.name,
             pat_str=self._pattern,
-            mergeable_ranks=dict(self._ranks),
+            mergeable_ranks=self._ranks,
             special_tokens=self._special,
         )
 
 
-def tokenizer_for(name_or_path: str) -> Tokenizer:
+def tokenizer(name_or_path: str) -> Tokenizer:
     """Return the tokenizer of a name (`byte`, `gpt2`) or from a local file; ValueError if there is none.
 
     Files: a Hugging Face `tokenizer.json`, or tiktoken ranks `x.tiktoken`, whose word pattern is named
@@ -131,7 +132,17 @@ def tokenizer_for(name_or_path: str) -> Tokenizer:
         return ByteTokenizer()
     if name_or_path == "gpt2":
         return gpt2()
-    raise ValueError(f"tokenizer={name_or_path!r} is unknown: byte or gpt2")
+    from runner.data.tokenizer_import import read_hugging_face, read_tiktoken
+
+    path, _, pattern = name_or_path.partition(":")
+    if path.endswith(".tiktoken"):
+        return read_tiktoken(Path(path).expanduser(), pattern_name=pattern or None)
+    if name_or_path.endswith(".json"):
+        return read_hugging_face(Path(name_or_path).expanduser())
+    raise ValueError(
+        f"tokenizer={name_or_path!r} is not known: allowed are byte, gpt2, a path to a tokenizer.json "
+        "or a path to a *.tiktoken file"
+    )
 
 
 def gpt2() -> BpeTokenizer:
