@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.api import State
-from runner.checkpoint import disk, llmc_format, safetensors_format, side_file
+from runner.checkpoint import disk, llmc_format, reader, safetensors_format, side_file
 
 _DONE = re.compile(r"DONE_(\d{8})")
 _FILE = re.compile(r"(?:model_(\d{8})|(?:state|extra)_(\d{8})_\d{5})\.(?:bin|safetensors|json)")
@@ -48,7 +48,7 @@ def extra_path(folder: Path, step: int, rank: int) -> Path:
 
 
 def done_steps(folder: Path) -> list[int]:
-    """Return the steps with a DONE file, oldest first; names that are not exactly DONE_ and 8 digits do not count."""
+    """Return the steps with a DONE file, oldest first; only exact names count."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _DONE.fullmatch(name)))
 
@@ -61,8 +61,8 @@ def inspect(folder: Path, step: int) -> Found:
     found = Found(folder, step, first["suffix"], first["world"], ())
     extras = (first, *(_extra(folder, step, rank) for rank in range(1, found.world)))
     for path, size, _ in recorded(found._replace(extras=extras)):
-        if disk.regular_size(path) != size:
-            raise ValueError(f"{path}: {disk.regular_size(path)} bytes, it was written with {size}")
+        if reader.regular_size(path) != size:
+            raise ValueError(f"{path}: {reader.regular_size(path)} bytes, it was written with {size}")
     return found._replace(extras=extras)
 
 
@@ -76,7 +76,7 @@ def recorded(found: Found) -> Iterator[tuple[Path, int, str]]:
 def verify(found: Found) -> None:
     """Read every file and compare its checksum; ValueError names the first that differs."""
     for path, size, xxh3_64 in recorded(found):
-        check_written(path, disk.checksum(path), size=size, xxh3_64=xxh3_64)
+        check_written(path, reader.checksum(path), size=size, xxh3_64=xxh3_64)
 
 
 def check_written(path: Path, written: disk.Written, *, size: int, xxh3_64: str) -> None:
@@ -126,7 +126,7 @@ def mark_done(folder: Path, step: int) -> None:
 
 
 def remove(folder: Path, step: int) -> None:
-    """Remove a checkpoint, DONE first, so that a crash in between never leaves a DONE that points at nothing."""
+    """Remove a checkpoint, DONE first: a crash in between never leaves a DONE that points at nothing."""
     done = done_path(folder, step)
     if done.exists():
         done.unlink()
@@ -150,7 +150,7 @@ def _names_of(folder: Path) -> dict[int, list[str]]:
 
 
 def clean(folder: Path) -> list[str]:
-    """Remove what a crash left unfinished; return one line for each checkpoint that was, or was left alone."""
+    """Remove what a crash left unfinished; return a line for each such checkpoint."""
     for name in os.listdir(folder):
         if _LEFTOVER.fullmatch(name):
             (folder / name).unlink(missing_ok=True)
@@ -176,7 +176,7 @@ def require_fresh(folder: Path, *, overwrite: bool) -> list[int]:
     steps = done_steps(folder)
     if steps and not overwrite:
         raise ValueError(
-            f"run.dir: {folder} holds checkpoints up to step {steps[-1]}, which a fresh start would overwrite; "
+            f"run.dir: {folder} holds checkpoints up to step {steps[-1]}, a fresh start would lose them; "
             "continue with checkpoint.resume=auto, choose another run.name, or pass run.overwrite=true"
         )
     return steps
@@ -190,7 +190,7 @@ def victims(
 ) -> list[int]:
     """Return which checkpoints to remove after writing one, oldest first.
 
-    The `keep` newest up to the one just written stay, and all multiples of `major_every` and all in `protect`.
+    The `keep` newest up to the one just written stay, all multiples of `major_every` and all in `protect`.
     Later ones belong to another run in the same folder: they neither count nor go.
     """
     if keep is None:

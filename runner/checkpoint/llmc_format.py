@@ -10,27 +10,25 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runner.api import Slot, Snapshot, State
-from runner.checkpoint.disk import Chunk, Reader, Written
+from runner.checkpoint import shuffle_block
+from runner.checkpoint.disk import Chunk, Written
+from runner.checkpoint.reader import Reader
 
 SUFFIX = ".bin"
-SHAPE_FIELDS = ("max_seq_len", "vocab_size", "num_layers", "num_heads", "channels", "padded_vocab_size")
+SHAPE_FIELDS = ("max_seq_len", "vocab_size", "layers", "heads", "channels", "padded_vocab")
 """A GPT-2's shape integers in the order of the model header, ints 2 to 7."""
 
 _HEADER_BYTES = 1024
 _MODEL_MAGIC, _STATE_MAGIC, _STATE_VERSION = 20240326, 20240527, 1
 _MODEL_VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
 _MOMENTS = ("m", "v")
-_TWISTER_BYTES = 2520
-_TWISTER = struct.Struct("<QiI624I2I")  # seed_ (llm.c never sets it), left_, next_, state_, MATRIX_A
-_TWISTER_MATRIX = (0, 0x9908B0DF)
-_MAX_INT = 2**31 - 1
 
 
 class ModelHeader(NamedTuple):
@@ -77,7 +75,7 @@ class StateFile(NamedTuple):
 
 def gpt2_layout(shape: Mapping[str, int]) -> tuple[Slot, ...]:
     """Return llm.c's 16 parameter tensors of a GPT-2 of this shape, in file order."""
-    length, layers, c, v = (shape[k] for k in ("max_seq_len", "num_layers", "channels", "padded_vocab_size"))
+    length, layers, c, v = (shape[k] for k in ("max_seq_len", "layers", "channels", "padded_vocab"))
     block: dict[str, tuple[int, ...]] = {
         "ln1w": (c,),
         "ln1b": (c,),
@@ -92,9 +90,9 @@ def gpt2_layout(shape: Mapping[str, int]) -> tuple[Slot, ...]:
         "fcprojw": (c, 4 * c),
         "fcprojb": (c,),
     }
-    named: list[tuple[str, tuple[int, ...], int]] = [("wte", (v, c), 1), ("wpe", (length, c), 1)]
+    named: list[tuple[str, tuple[int, ...], int]] = [("embed.wte", (v, c), 1), ("embed.wpe", (length, c), 1)]
     named += [(f"blocks.*.{name}", extents, layers) for name, extents in block.items()]
-    named += [("lnfw", (c,), 1), ("lnfb", (c,), 1)]
+    named += [("final.lnfw", (c,), 1), ("final.lnfb", (c,), 1)]
     slots: list[Slot] = []
     for name, extents, copies in named:
         offset = slots[-1].offset + slots[-1].numel if slots else 0
@@ -136,16 +134,8 @@ def state_chunks(snapshot: Snapshot) -> list[Chunk]:
     struct.pack_into("<2Q", header, 80, snapshot.rng["state"], snapshot.rng["last_update"])
     struct.pack_into("<2Q", header, 120, stream.get("shard_slot", 0), stream.get("sample_slot", 0))
     arrays = [optimizer[name].view(-1) for name in (*_MOMENTS, "master") if name in optimizer]
-    tail = [_shuffle_block(stream)] if shuffled else []
+    tail = [shuffle_block.pack(stream)] if shuffled else []
     return [bytes(header), *arrays, *tail]
-
-
-def _shuffle_block(stream: State) -> bytes:
-    shards = np.ascontiguousarray(stream["shard_order"], "<i4")
-    samples = np.ascontiguousarray(stream["sample_order"], "<i4")
-    assert len(stream["twister"]) == _TWISTER_BYTES, "the twister's struct is 2520 bytes"
-    counted = (struct.pack("<Q", len(a)) + a.tobytes() for a in (shards, samples))
-    return b"".join((*counted, bytes(stream["twister"])))
 
 
 def stream_rest(stream: State) -> State:
@@ -185,7 +175,7 @@ def _model_header(file: Reader) -> ModelHeader:
     shape = dict(zip(SHAPE_FIELDS, ints[2:8], strict=True))
     if min(shape.values()) < 1 or any(ints[8:]):
         raise ValueError(f"{path}: damaged header ({shape}; the other fields must be 0)")
-    if shape["channels"] % shape["num_heads"] or shape["padded_vocab_size"] < shape["vocab_size"]:
+    if shape["channels"] % shape["heads"] or shape["padded_vocab"] < shape["vocab_size"]:
         raise ValueError(f"{path}: impossible shape {shape}")
     slots = gpt2_layout(shape)
     params = slots[-1].offset + slots[-1].numel
@@ -214,7 +204,7 @@ def read_state(path: Path, *, params: int) -> StateFile:
         stream: State = {"order": "shuffle" if at.shuffled else "sequential"}
         stream |= {"shard_slot": at.shard_slot, "sample_slot": at.sample_slot}
         if at.shuffled:
-            stream |= _read_shuffle_block(file, at.shard_slot, at.sample_slot)
+            stream |= shuffle_block.read(file, shard_slot=at.shard_slot, sample_slot=at.sample_slot)
         return StateFile(at, optimizer, stream, file.end())
 
 
@@ -231,8 +221,8 @@ def _state_header(file: Reader, params: int) -> StateHeader:
     arrays = (*_MOMENTS, "master") if master else _MOMENTS
     numel = _state_numel(file, params, world, arrays=len(arrays), shuffled=bool(shuffled))
     rng = dict(zip(("state", "last_update"), struct.unpack_from("<2Q", header, 80), strict=True))
-    slots = struct.unpack_from("<2Q", header, 120)
-    return StateHeader(step, rank, world, arrays, numel, bool(shuffled), *slots, rng)
+    shard_slot, sample_slot = struct.unpack_from("<2Q", header, 120)
+    return StateHeader(step, rank, world, arrays, numel, bool(shuffled), shard_slot, sample_slot, rng)
 
 
 def _state_numel(file: Reader, params: int, world: int, *, arrays: int, shuffled: bool) -> int:
@@ -240,7 +230,7 @@ def _state_numel(file: Reader, params: int, world: int, *, arrays: int, shuffled
     sizes = []
     for numel in {params, params // world} if params % world == 0 else {params}:
         body = _HEADER_BYTES + 4 * arrays * numel
-        rest = _shuffle_bytes(file, body) if shuffled else 0
+        rest = shuffle_block.size(file, body) if shuffled else 0
         if rest is not None and file.size == body + rest:
             return numel
         sizes.append(body)
@@ -249,34 +239,3 @@ def _state_numel(file: Reader, params: int, world: int, *, arrays: int, shuffled
     raise ValueError(
         f"{file.path}: {file.size} bytes, {params} parameters on {world} ranks need {least}{tail}"
     )
-
-
-def _shuffle_bytes(file: Reader, at: int) -> int | None:
-    """Return the shuffle block's size if one can start at byte `at`; None if not."""
-    total = 0
-    for _ in ("shards", "samples"):
-        count = file.peek_u64(at + total)
-        if count is None or not 1 <= count <= _MAX_INT:
-            return None
-        total += 8 + 4 * count
-    return total + _TWISTER_BYTES
-
-
-def _read_shuffle_block(file: Reader, shard_slot: int, sample_slot: int) -> State:
-    def permutation(what: str) -> Any:
-        (count,) = struct.unpack("<Q", file.take(8))
-        order = np.frombuffer(file.take(4 * count), "<i4").astype(np.int32)
-        seen = np.bincount(order[(order >= 0) & (order < count)], minlength=count)
-        if not (seen == 1).all():
-            raise ValueError(f"{file.path}: the {what} order is not a permutation of {count}")
-        return order
-
-    shards, samples, twister = permutation("shard"), permutation("sample"), file.take(_TWISTER_BYTES)
-    fields = _TWISTER.unpack(twister)
-    if not (1 <= fields[1] <= 624 and fields[2] <= 624 and fields[-2:] == _TWISTER_MATRIX):
-        raise ValueError(f"{file.path}: damaged Mersenne twister (left {fields[1]}, next {fields[2]})")
-    if shard_slot >= len(shards) or sample_slot > len(samples):
-        where = f"shard {shard_slot} of {len(shards)}, sample {sample_slot} of {len(samples)}"
-        raise ValueError(f"{file.path}: its data position does not exist ({where})")
-    block = {"shard_order": shards, "samples": len(samples), "sample_order": samples}
-    return {**block, "twister": twister}

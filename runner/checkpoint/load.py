@@ -10,9 +10,11 @@ from torch import Tensor
 
 from runner.api import Slot, Snapshot, State
 from runner.checkpoint import folder as files
-from runner.checkpoint import llmc_format, safetensors_format
+from runner.checkpoint import llmc_format, match, safetensors_format
 from runner.checkpoint.disk import Written
 from runner.checkpoint.folder import Found
+from runner.checkpoint.match import Matched
+from runner.checkpoint.reshard import is_sharded, reshard
 
 
 class Weights(NamedTuple):
@@ -21,6 +23,35 @@ class Weights(NamedTuple):
     model: dict[str, Any]
     layout: tuple[Slot, ...]
     weights: Tensor  # flat, in layout order
+
+
+def try_load(
+    folder: Path, step: int, live: Snapshot, *, allow_reshard: bool, strict_env: bool
+) -> tuple[Matched | None, str]:
+    """Load a checkpoint for the run `live`; None and why if it is damaged, ValueError if it does not fit."""
+    try:
+        found = files.inspect(folder, step)
+        weights = load_weights(found, layout=live.layout)
+        ranks = [live.rank] if found.world == live.world else range(found.world)
+        saved = [load_rank(found, rank, weights) for rank in ranks]
+    except safetensors_format.MismatchError:
+        raise
+    except (ValueError, OSError) as error:
+        return None, str(error)
+    match.check_model(saved[0], live)
+    snapshot, notes = saved[0], missing(found)
+    resharded = match.check_topology(snapshot, live, allow_reshard=allow_reshard)
+    if resharded:
+        if len(saved) != found.world:
+            saved = [load_rank(found, rank, weights) for rank in range(found.world)]
+        snapshot = reshard(saved, world=live.world, rank=live.rank, sharded=is_sharded(live))
+        text = (
+            f"optimizer state re-cut from {found.world} to {live.world} ranks; the order of the data changes"
+        )
+        notes += (f"checkpoint {step}: {text}",)
+    matched = match.match_optimizer(snapshot, live)
+    notes += matched.notes + match.match_env(snapshot, live, strict=strict_env)
+    return Matched(matched.snapshot, notes, resharded), ""
 
 
 def load_weights(found: Found, *, layout: Sequence[Slot] = ()) -> Weights:

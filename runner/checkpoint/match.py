@@ -16,6 +16,7 @@ class Matched(NamedTuple):
 
     snapshot: Snapshot
     notes: tuple[str, ...]
+    resharded: bool = False
 
 
 def check_model(saved: Snapshot, live: Snapshot) -> None:

@@ -51,8 +51,8 @@ def _whole_state(snapshots: Sequence[Snapshot]) -> State:
             whole[name] = value
         else:
             raise ValueError(
-                f"checkpoint {first.step}: optimizer state {name!r} differs between its {first.world} ranks and "
-                f"cannot be re-cut; resume with {first.world} ranks"
+                f"checkpoint {first.step}: optimizer state {name!r} differs between its {first.world} ranks "
+                f"and cannot be re-cut; resume with {first.world} ranks"
             )
     return whole
 
@@ -78,8 +78,8 @@ def _check_divisible(layout: Sequence[Slot], world: int) -> None:
     for slot in layout:
         if slot.layer_numel % world:
             raise ValueError(
-                f"parallel: {slot.name} has {slot.layer_numel} elements per layer, which {world} ranks cannot "
-                "share equally; choose a number of ranks that divides it, or parallel=ddp"
+                f"parallel: {slot.name} has {slot.layer_numel} elements per layer, which {world} ranks "
+                "cannot share equally; choose a number of ranks that divides it, or parallel=ddp"
             )
 
 

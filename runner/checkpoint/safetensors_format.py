@@ -19,7 +19,8 @@ from torch import Tensor
 
 from runner.api import Slot, Snapshot, State
 from runner.checkpoint import side_file
-from runner.checkpoint.disk import Chunk, Reader, Written
+from runner.checkpoint.disk import Chunk, Written
+from runner.checkpoint.reader import Reader
 
 SUFFIX = ".safetensors"
 

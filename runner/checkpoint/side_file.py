@@ -21,7 +21,8 @@ import xxhash
 from torch import Tensor
 
 from runner.api import State
-from runner.checkpoint.disk import Reader, memory
+from runner.checkpoint.disk import memory
+from runner.checkpoint.reader import Reader
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -40,7 +41,7 @@ _CONTENT_AT = len(_HEAD) + 16 + len(_MIDDLE)
 
 
 def frame(encoded: str, *, files: dict[str, list[Any]]) -> bytes:
-    """Make a side file of an encoded table (`dumps`) and the sizes and checksums of the files it vouches for."""
+    """Make a side file of an encoded table (`dumps`) and the files it vouches for."""
     text = f'{{"files":{json.dumps(files)},{encoded[1:]}'.encode()
     return _HEAD + xxhash.xxh3_64_hexdigest(text).encode() + _MIDDLE + text + _END
 

@@ -1,4 +1,4 @@
-"""Save, find and restore a run's checkpoints so that a crash at any instant loses at most the last interval."""
+"""Save, find and restore a run's checkpoints so that a crash at any instant loses at most one interval."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge
 
-from runner.api import Event, Note, Removed, Saved, Slot, Snapshot, State
-from runner.checkpoint import disk, llmc_format, load, match, safetensors_format, side_file
+from runner.api import Event, Note, Removed, Saved, Snapshot
+from runner.checkpoint import disk, load
 from runner.checkpoint import folder as files
-from runner.checkpoint.disk import Written
-from runner.checkpoint.folder import Found
-from runner.checkpoint.reshard import is_sharded, reshard
-from runner.checkpoint.writer import HostCopies, Job, Writing
+from runner.checkpoint.host_copies import HostCopies
+from runner.checkpoint.job import Job, check_format, make_job
+from runner.checkpoint.writer import Writing
 
 _SPARE_BYTES = 16 << 20  # left free on the disk for logs
 
 
 class Restored(NamedTuple):
-    """What to go on from; `snapshot` is None on a fresh start."""
+    """What to go on from; `snapshot` is None on a fresh start.
+
+    `resharded`: the optimizer state was re-cut for this run's ranks, the data stream's state was not.
+    """
 
     snapshot: Snapshot | None
     events: tuple[Event, ...]
+    resharded: bool = False
 
 
 class Store:
@@ -102,7 +105,9 @@ class Store:
         events: list[Event] = []
         steps = files.done_steps(self.dir)
         for step in reversed(steps):
-            snapshot, problem = self._try_load(step, live)
+            snapshot, problem = load.try_load(
+                self.dir, step, live, allow_reshard=self.allow_reshard, strict_env=self.strict_env
+            )
             if self._any_rank(snapshot is None):
                 problem = problem or "another rank cannot read it"
                 text = f"checkpoint {step} in {self.dir} is damaged, trying the next older one: {problem}"
@@ -111,7 +116,7 @@ class Store:
             assert snapshot is not None
             self.resumed_step = step
             events += [Note(step, text, "warning") for text in snapshot.notes]
-            return Restored(snapshot.snapshot, (*events, *self._clean(step)))
+            return Restored(snapshot.snapshot, (*events, *self._clean(step)), snapshot.resharded)
         if steps:
             reasons = "; ".join(event.text for event in events if isinstance(event, Note))
             raise ValueError(
@@ -124,37 +129,6 @@ class Store:
             )
         return Restored(None, self._clean(0))
 
-    def _try_load(self, step: int, live: Snapshot) -> tuple[match.Matched | None, str]:
-        """Load a checkpoint for this run; None and the reason if it is damaged, ValueError if it does not fit."""
-        try:
-            found = files.inspect(self.dir, step)
-            weights = load.load_weights(found, layout=live.layout)
-            ranks = [self.rank] if found.world == live.world else range(found.world)
-            saved = [load.load_rank(found, rank, weights) for rank in ranks]
-        except safetensors_format.MismatchError:
-            raise
-        except (ValueError, OSError) as error:
-            return None, str(error)
-        return self._fit(found, saved, live), ""
-
-    def _fit(self, found: Found, saved: list[Snapshot], live: Snapshot) -> match.Matched:
-        """Check that a checkpoint belongs to this run, and re-cut its state if that is asked for."""
-        match.check_model(saved[0], live)
-        snapshot = saved[0]
-        notes = load.missing(found)
-        if match.check_topology(snapshot, live, allow_reshard=self.allow_reshard):
-            if len(saved) != found.world:
-                weights = load.Weights(snapshot.model, snapshot.layout, snapshot.weights)
-                saved = [load.load_rank(found, rank, weights) for rank in range(found.world)]
-            snapshot = reshard(saved, world=live.world, rank=live.rank, sharded=is_sharded(live))
-            notes += (
-                f"checkpoint {found.step}: optimizer state re-cut from {found.world} to {live.world} ranks; "
-                "the data goes on in another order than without the interruption",
-            )
-        matched = match.match_optimizer(snapshot, live)
-        notes += matched.notes + match.match_env(snapshot, live, strict=self.strict_env)
-        return match.Matched(matched.snapshot, notes)
-
     def _clean(self, step: int) -> tuple[Event, ...]:
         if self.rank != 0:
             return ()
@@ -163,7 +137,7 @@ class Store:
     # ------------------------------------------------------------ save
 
     def save(self, snapshot: Snapshot) -> list[Event]:
-        """Start writing a checkpoint; it is complete once `before_update` or `join` says so. All ranks together.
+        """Start writing a checkpoint, complete when `before_update` or `join` returns Saved. All together.
 
         Until then the snapshot's tensors must not change, except that `before_update` may be followed by
         an update. A failure is an event, never an exception: training goes on.
@@ -261,7 +235,7 @@ class Store:
         foreign = {s for s in steps if s > step} - self._foreign
         if foreign:
             self._foreign |= foreign
-            text = f"{self.dir} holds later checkpoints {sorted(foreign)} that this run did not write; left alone"
+            text = f"{self.dir} holds later checkpoints of another run, left alone: {sorted(foreign)}"
             events.append(Note(step, text, "warning"))
         protect = {step} if self.resumed_step is None else {step, self.resumed_step}
         gone = files.victims(
@@ -280,43 +254,3 @@ class _Flight(NamedTuple):
     writing: Writing
     copied: bool
     blocked_s: float
-
-
-def check_format(format: str, snapshot: Snapshot) -> str:
-    """Return the suffix of the files that will hold this run; ValueError if the format cannot."""
-    fits = llmc_format.holds(snapshot)
-    if format == "llmc" and not fits:
-        raise ValueError(
-            f"checkpoint.format=llmc: llm.c's files hold a gpt2 model with m, v (and master), not a "
-            f"{snapshot.model.get('kind')} with {', '.join(snapshot.optimizer) or 'no state'}; pass format=auto"
-        )
-    return llmc_format.SUFFIX if fits and format != "safetensors" else safetensors_format.SUFFIX
-
-
-def make_job(snapshot: Snapshot, *, folder: Path, suffix: str) -> Job:
-    """Lay out one rank's files. Everything but the large tensors is encoded here and now."""
-    step, rank = snapshot.step, snapshot.rank
-    assert 0 <= step < 10**8, "file names have eight digits"
-    llmc = suffix == llmc_format.SUFFIX
-    chunks = llmc_format.state_chunks if llmc else safetensors_format.state_chunks
-    data = [(files.state_path(folder, step, rank, suffix), chunks(snapshot))]
-    if rank == 0:
-        model = llmc_format.model_chunks if llmc else safetensors_format.model_chunks
-        data.append((files.model_path(folder, step, suffix), model(snapshot)))
-    stream = snapshot.stream if llmc else {}
-    rest = llmc_format.stream_rest(stream)
-    content: State = {
-        "version": 1,
-        **{"step": step, "rank": rank, "world": snapshot.world, "suffix": suffix},
-        **{"model": snapshot.model, "env": snapshot.env, "parts": snapshot.parts},
-        **{"stream": rest, "stream_held": sorted(stream.keys() - rest.keys())},
-    }
-    encoded = side_file.dumps(content)
-
-    def extra(written: dict[str, Written]) -> bytes:
-        recorded = {name: list(value) for name, value in written.items()}
-        return side_file.frame(encoded, files=recorded)
-
-    weights = snapshot.weights if rank == 0 else None
-    layout: tuple[Slot, ...] = snapshot.layout
-    return Job(tuple(data), files.extra_path(folder, step, rank), extra, weights, layout)
