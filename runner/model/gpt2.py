@@ -176,10 +176,10 @@ class GPT2(nn.Module):
         return {
             "max_seq_len": self.max_seq_len,
             "vocab_size": self.vocab_size,
-            "num_layers": self.layers,
-            "num_heads": self.heads,
+            "layers": self.layers,
+            "heads": self.heads,
             "channels": self.width,
-            "padded_vocab_size": self.padded_vocab,
+            "padded_vocab": self.padded_vocab,
         }
 
     def flops_per_token(self, seq_len: int) -> int:
