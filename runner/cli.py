@@ -7,6 +7,7 @@ SIGINT / SIGTERM after saving a checkpoint.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,9 +40,13 @@ def run_command(arguments: Sequence[str]) -> int:
     if list(arguments) in (["--version"], ["-V"]):
         print(f"runner {__version__}")
         return 0
+    from runner.explain import explain, unknown_flag
+
+    if wrong := unknown_flag(arguments):
+        return _refuse([wrong])
     asked = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    outcomes: list[Outcome | ConfigError] = []
+    outcomes: list[Outcome | Exception] = []
     try:
         _hydra_app(outcomes, restore_env=not asked)()
     except SystemExit as leave:
@@ -49,16 +54,24 @@ def run_command(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from runner.explain import explain
-
-        lines = explain(error)
+        lines = explain(error, arguments)
         if lines is None:
             raise
         return _refuse(lines)
-    for outcome in outcomes:
-        if isinstance(outcome, ConfigError):
-            return _refuse(outcome.problems)
-    return max((o.code for o in outcomes if not isinstance(o, ConfigError)), default=0)
+    codes = [_settle(outcome) for outcome in outcomes]
+    return max(codes, default=0)
+
+
+def _settle(outcome: Outcome | Exception) -> int:
+    if isinstance(outcome, ConfigError):
+        return _refuse(outcome.problems)
+    if isinstance(outcome, Exception):
+        import traceback
+
+        traceback.print_exception(outcome)
+        print(f"runner: error: {type(outcome).__name__}: {outcome}", file=sys.stderr)
+        return 1
+    return outcome.code
 
 
 def _refuse(problems: Sequence[str]) -> int:
@@ -67,7 +80,7 @@ def _refuse(problems: Sequence[str]) -> int:
     return 2
 
 
-def _hydra_app(outcomes: list[Outcome | ConfigError], *, restore_env: bool) -> Any:
+def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool) -> Any:
     import hydra
 
     # Hydra 1.4 warns about a version base; 1.3 needs it.
@@ -78,13 +91,13 @@ def _hydra_app(outcomes: list[Outcome | ConfigError], *, restore_env: bool) -> A
         if restore_env:
             os.environ.pop("HYDRA_FULL_ERROR", None)
         try:
-            outcomes.append(start(cfg))
-        except ConfigError as error:
-            # Returned, not raised: Hydra would print its own text about the failed job.
+            outcome = start(cfg)
+        except Exception as error:
+            # Kept, not raised: Hydra would print its own text about the failed job.
             outcomes.append(error)
             return None
-        outcome = outcomes[-1]
-        return None if isinstance(outcome, ConfigError) else outcome.val_loss
+        outcomes.append(outcome)
+        return outcome.val_loss
 
     return app
 
@@ -119,7 +132,28 @@ def resolve(cfg: Any) -> dict[str, Any]:
         raise ConfigError(explain(error) or [str(error)]) from error
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items() if key != "hydra"}
-    problems = check(plain) or cross_check(plain)
+    problems = check(plain)
+    wrong = {re.split(r"[.:]", line)[0] for line in problems}
+    problems = [*_originals(problems, cfg), *cross_check(plain, wrong=wrong)]
     if problems:
         raise ConfigError(problems)
     return plain
+
+
+def _originals(problems: list[str], cfg: Any) -> list[str]:
+    """Drop the lines of values that only repeat another one (`${train.steps}`) which has a line itself."""
+    from omegaconf import OmegaConf
+
+    paths = {line.split(":")[0] for line in problems}
+
+    def repeats(line: str) -> bool:
+        path = line.split(":")[0]
+        group, _, key = path.rpartition(".")
+        node = OmegaConf.select(cfg, group) if group else None
+        if not OmegaConf.is_dict(node) or key not in node or not OmegaConf.is_interpolation(node, key):
+            return False
+        raw = OmegaConf.to_container(node, resolve=False)
+        assert isinstance(raw, dict)
+        return str(raw[key]).strip("${}") in paths
+
+    return [line for line in problems if not repeats(line)]

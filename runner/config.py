@@ -41,7 +41,7 @@ def check(config: Config) -> list[str]:
             problems += _check_many(node, group, trust)
         elif not isinstance(node, Mapping):
             problems.append(
-                f"{group}: expected the settings of one option, got {fits.show(node)}{_choices(group)}"
+                f"{group}: expected the settings of one option, got {fits.show(node)}{option_list(group)}"
             )
         else:
             problems += check_node(node, group, trust)
@@ -59,10 +59,16 @@ def _check_many(node: Any, group: str, trust: tuple[str, ...]) -> Iterator[str]:
             yield f"{group}.{name}: expected the settings of one {group} entry, got {fits.show(entry)}"
 
 
-def _choices(group: str) -> str:
+def option_names(group: str) -> list[str]:
+    """Return the options that the packaged configuration has for a group."""
     from runner import CONF
 
-    names = sorted(p.stem for p in (CONF / group).glob("*.yaml"))
+    return sorted(p.stem for p in (CONF / group).glob("*.yaml"))
+
+
+def option_list(group: str) -> str:
+    """Return the end of an error line that names a group's options."""
+    names = option_names(group)
     return f"; choose one of {', '.join(names)}" if names else ""
 
 

@@ -54,7 +54,9 @@ class Emitter:
             if name not in RECORDS:
                 self._drop(name, error, event.step)
             elif len(waiting) == 1:
-                self._tell(Note(event.step, f"logger.{name}: {_text(error)}; its lines wait in memory", "error"))
+                self._tell(
+                    Note(event.step, f"logger.{name}: {_text(error)}; its lines wait in memory", "error")
+                )
 
     def _drop(self, name: str, error: Exception, step: int) -> None:
         del self.loggers[name]

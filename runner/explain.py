@@ -4,16 +4,49 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from runner.config import GROUPS, option_list, option_names
 
-def explain(error: BaseException) -> list[str] | None:
-    """Return the lines for a composition error, or None if it is not the user's to mend."""
-    for link in _chain(error):
+
+def explain(error: BaseException, arguments: Sequence[str] = ()) -> list[str] | None:
+    """Return the lines for a composition error, or None if it is not the user's to mend.
+
+    `arguments` are the command's overrides, for errors that do not say which one is meant.
+    """
+    chain = _chain(error)
+    for link in chain:
+        if type(link).__name__ == "OverrideParseException":
+            return [_override(str(getattr(link, "override", "")), str(link))]
+        if "Config group override must be a string or a list" in str(link):
+            return [_not_an_option(arguments)]
+    for link in chain:
         lines = _translate(link)
         if lines:
             return lines
     return None
+
+
+def unknown_flag(arguments: Sequence[str]) -> str | None:
+    """Return the line for a flag that does not exist, or None."""
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and len(name) > 2 and not any(k.startswith(name) for k in known):
+            return f"{argument}: no such flag; settings are written key=value, as in train.steps=1000 (see --help)"
+    return None
+
+
+def _not_an_option(arguments: Sequence[str]) -> str:
+    for argument in arguments:
+        group, _, value = argument.lstrip("+~").partition("=")
+        if group in GROUPS and (value in ("null", "None") or not re.match(r"[A-Za-z_\[]", value)):
+            return f"{group}: expected the name of an option, got {value or 'nothing'}{option_list(group)}"
+    return "a config group was given something that is not the name of an option; see --help for the groups"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -35,8 +68,6 @@ def _translate(error: BaseException) -> list[str] | None:
         return [_yaml(error)]
     if isinstance(error, MissingConfigException):
         return [_missing(error)]
-    if type(error).__name__ == "OverrideParseException":
-        return [_override(str(getattr(error, "override", "")), str(error))]
     if isinstance(error, OmegaConfBaseException):
         return [_omegaconf(error)]
     if isinstance(error, ConfigCompositionException | HydraException):
@@ -54,8 +85,8 @@ def _yaml(error: Any) -> str:
 
 def _missing(error: Any) -> str:
     path = str(error.missing_cfg_file or "")
-    options = list(error.options or [])
     group, _, name = path.rpartition("/")
+    options = list(error.options or option_names(group))
     if not options or not group:
         return _one_line(error)
     near = difflib.get_close_matches(name, options, n=1)
@@ -67,7 +98,9 @@ def _override(override: str, text: str) -> str:
     key, _, value = override.partition("=")
     reason = _one_line(text)
     if "=" in value or any(c in value for c in " (),:[]{}"):
-        return f"{key}: cannot read the value {value!r}; quote it inside the shell quotes: \"{key}='{value}'\""
+        return (
+            f"{key}: cannot read the value {value!r}; quote it inside the shell quotes: \"{key}='{value}'\""
+        )
     return f"{override}: {reason}"
 
 
@@ -93,7 +126,7 @@ def _near(error: Any, key: str) -> str:
     near = difflib.get_close_matches(last, names, n=1, cutoff=0.5)
     if near:
         return f" (did you mean {prefix + '.' if prefix else ''}{near[0]}?)"
-    return f"; there is {', '.join(n for n in names if n != '_target_')}" if names else ""
+    return f"; there is {', '.join(n for n in names if n not in ('_target_', 'hydra'))}" if names else ""
 
 
 _NULL_GROUP = re.compile(r"Cannot override .* with None|delete|Config group override deletion")

@@ -5,11 +5,11 @@ B sequences, T tokens so far.
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,12 @@ def generate(
     of their own, so that a seed means the same on every device and training's random numbers stay put.
     """
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    if tokens.ndim != 2 or tokens.shape[1] < 1:
-        raise ValueError("prompt is empty: give at least one token, such as the tokenizer's end-of-text")
-    top = int(tokens.max())
     vocab_size = int(model.vocab_size)  # type: ignore[arg-type]
-    if top >= vocab_size or int(tokens.min()) < 0:
-        raise ValueError(f"prompt holds token {top}; the model knows 0..{vocab_size - 1}: wrong tokenizer?")
+    _check_prompt(tokens, vocab_size=vocab_size)
     generator = torch.Generator().manual_seed(seed)
+    draw = partial(
+        sample, vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+    )
     writer = _Writer(model, tokens, use_cache=use_cache)
     written: list[list[int]] = [[] for _ in range(len(tokens))]
     done = [False] * len(tokens)
@@ -55,14 +54,7 @@ def generate(
     model.eval()
     try:
         for _ in range(max_tokens):
-            drawn = sample(
-                writer.next_logits().cpu(),
-                vocab_size=vocab_size,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                generator=generator,
-            )
+            drawn = draw(writer.next_logits().cpu())
             for row, token in enumerate(drawn.tolist()):
                 done[row] = done[row] or token == stop_token
                 if not done[row]:
@@ -73,6 +65,15 @@ def generate(
     finally:
         model.train(was_training)
     return written
+
+
+def _check_prompt(tokens: Tensor, *, vocab_size: int) -> None:
+    if tokens.ndim != 2 or tokens.shape[1] < 1:
+        raise ValueError("prompt is empty: give at least one token, such as the tokenizer's end-of-text")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"prompt holds token {wrong}; the model knows 0..{vocab_size - 1}: wrong tokenizer?")
 
 
 class _Writer:
@@ -151,7 +152,7 @@ class Options(NamedTuple):
 def _options(argv: list[str]) -> Options | None:
     if not argv or argv[0] in ("-h", "--help"):
         return None
-    known = inspect.get_annotations(Options, eval_str=True)
+    known = get_type_hints(Options)
     values: dict[str, Any] = {}
     for argument in argv:
         key, equals, text = argument.partition("=")

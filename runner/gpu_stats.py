@@ -38,7 +38,7 @@ class GpuStats:
     """Read one GPU on request; a request never blocks and at most one is under way."""
 
     def __init__(self, *, uuid: str | None) -> None:
-        """`uuid` as torch reports it, since NVML counts GPUs that CUDA_VISIBLE_DEVICES hides; None = no GPU."""
+        """Open a GPU by the `uuid` torch gives (NVML also counts hidden ones); None = there is none."""
         self._nvml: Any = _open(uuid)
         self._handle = _handle(self._nvml, uuid) if self._nvml else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="gpu-stats") if self._handle else None

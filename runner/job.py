@@ -15,7 +15,7 @@ from runner import closing
 from runner.cli import ConfigError
 from runner.launch import Outcome
 from runner.opening import open_session
-from runner.session import Diverged, Session
+from runner.session import DivergedError, Session
 from runner.stop import Stop
 from runner.train import train
 
@@ -52,7 +52,7 @@ def _train(s: Session, config: Config) -> Outcome:
         status, code = ("stopped", s.stop.code) if s.progress.stopped else ("finished", 0)
         if s.progress.step >= s.plan.steps:
             status, code = "finished", 0
-    except Diverged as error:
+    except DivergedError as error:
         message = str(error)
         s.progress.val_loss = float("inf")
     finally:

@@ -77,11 +77,12 @@ def claim(run: Config) -> Iterator[Path]:
 
 def _folder(run: Config) -> tuple[Path, bool]:
     root, name = Path(run["root"]), run["name"]
+    if name is not None:
+        _check_name(str(name))
     try:
         root.mkdir(parents=True, exist_ok=True)
         if name is None:
             return _new_folder(root), True
-        _check_name(str(name))
         folder = root / str(name)
         existed = folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)

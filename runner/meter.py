@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Lt
 
@@ -42,7 +42,7 @@ class Meter:
         smoothing: Annotated[float, Ge(0), Lt(1)] = 0.95,
         flops_per_token: int = 0,
         device_name: str = "",
-        dtype: Dtype = "bf16",
+        dtype: Literal["fp32", "bf16", "fp16"] = "bf16",
         world: int = 1,
     ) -> None:
         if not 0 <= smoothing < 1:

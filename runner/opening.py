@@ -34,7 +34,8 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     """
     s = _build(config, dir=dir, rank=rank, world=world, stop=stop)
     restored = s.store.restore(s.snapshot(), overwrite=config["run"]["overwrite"])
-    notes = _settle_manifest(config, s, resumed=restored.snapshot is not None)
+    resumed = restored.snapshot is not None
+    changes = _settle_manifest(config, s, step=restored.snapshot.step if restored.snapshot else None)
     if restored.snapshot is not None:
         s.restore(restored.snapshot)
     s.emitter.open(
@@ -44,15 +45,15 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
             config=config,
             manifest=manifest.read(dir) or {},
             start_step=s.progress.step,
-            resumed=restored.snapshot is not None,
+            resumed=resumed,
             steps=s.plan.steps,
             group=config["run"]["group"],
             tags=tuple(config["run"]["tags"]),
         )
     )
-    warnings = getattr(s.outlier, "warnings", list)()
-    told = [Note(s.progress.step, text, "warning") for text in warnings]
-    s.emit([*restored.events, *(Note(s.progress.step, text) for text in notes), *told])
+    at = s.progress.step
+    cautions: Sequence[str] = getattr(s.outlier, "warnings", tuple)()
+    s.emit([*restored.events, *(Note(at, t) for t in changes), *(Note(at, t, "warning") for t in cautions)])
     s.meter.start()
     return s
 
@@ -101,21 +102,40 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         evaluators=several["evaluate"],
         view=View(model, engine, data, autocast, plan.micro_batch, plan.seq_len, run["seed"], plan.steps),
         emitter=Emitter(several["logger"] if rank == 0 else {}),
-        store=make(
-            config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier
-        ),
+        store=make(config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier),
         stop=stop,
         inject=make(config["debug"]),
         identity=_identity(network, precision, engine, run),
     )
 
 
-def _settle_manifest(config: Config, s: Session, *, resumed: bool) -> list[str]:
-    """Write the manifest, or compare with the one that is there; return what changed since."""
-    return []
+def _settle_manifest(config: Config, s: Session, *, step: int | None) -> Sequence[str]:
+    """Write the manifest; on a resume at `step`, compare with the old one and return what changed.
+
+    Raises:
+        ValueError: something changed that the run's bits depend on.
+    """
+    tokenizer = s.data.tokenizer
+    new = manifest.collect(
+        config,
+        data=s.data.fingerprint(),
+        tokenizer=tokenizer.name if tokenizer else None,
+        parameters=s.engine.weights.numel(),
+        world=s.engine.world,
+        start_step=step or 0,
+    )
+    old = manifest.read(s.dir) if step is not None else None
+    changes = manifest.compare(old, new) if old else manifest.Changes((), ())
+    if changes.errors:
+        raise ValueError("\n".join(changes.errors))
+    if s.engine.rank == 0:
+        manifest.write(s.dir, manifest.resumed(old, new) if old else new)
+    return changes.notes
 
 
-def _optimizer(make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]) -> Optimizer:
+def _optimizer(
+    make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]
+) -> Optimizer:
     optimizer: Optimizer = make(node, segments=segments, rng=rng)
     return optimizer
 
@@ -136,11 +156,17 @@ def choose_device(name: str, *, rank: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"run.device: no device is called {name!r}; use auto, cpu, cuda or cuda:N") from error
+        raise ValueError(
+            f"run.device: no device is called {name!r}; use auto, cpu, cuda or cuda:N"
+        ) from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu")
-        device = torch.device("cuda", rank % torch.cuda.device_count() if device.index is None else device.index)
+            raise ValueError(
+                f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu"
+            )
+        device = torch.device(
+            "cuda", rank % torch.cuda.device_count() if device.index is None else device.index
+        )
         torch.cuda.set_device(device)
     return device
 
@@ -164,4 +190,3 @@ def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Con
 
 def _cpu() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-

@@ -51,13 +51,17 @@ class ModelRng:
 
     fp32 runs draw too, as llm.c's do. On a GPU the state lives on the device, because only the device
     knows in time whether the update is applied; reading `state` there waits for it.
+
+    All ranks share the stream, drawing once per micro-step as llm.c's rank 0. `draws` (supplied, an
+    engine's `draws_per_micro_step`) is more where the bits must not depend on the number of ranks.
     """
 
-    def __init__(self, *, device: torch.device | None = None) -> None:
+    def __init__(self, *, device: torch.device | None = None, draws: int = 1) -> None:
         on_gpu = device is not None and device.type == "cuda"
         self._state = START
         self._last_update = START
-        self._pending = 0  # micro-steps not yet drawn on the device
+        self._draws = draws
+        self._pending = 0  # draws of micro-steps, not yet made
         self._on_device = torch.tensor([START, START], device=device) if on_gpu else None
 
     @property
@@ -73,7 +77,7 @@ class ModelRng:
 
     def micro_step(self) -> None:
         """Draw the seed that llm.c's embedding backward takes."""
-        self._pending += 1
+        self._pending += self._draws
 
     def update(self, count: int) -> list[int]:
         """Return the seeds of `count` tensors for an update that is applied."""

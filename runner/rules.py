@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from runner.config import build, trusted
@@ -10,14 +10,15 @@ from runner.config import build, trusted
 Config = dict[str, Any]
 
 
-def cross_check(config: Config) -> list[str]:
-    """Return the problems that no single value shows; `config` passed `runner.config.check`."""
-    return [
-        *_batch(config["train"], processes(config)),
-        *_model(config["model"]),
-        *_schedule(config),
-        *_data(config),
-    ]
+def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
+    """Return the problems that no single value shows; rules over a group in `wrong` are left out."""
+    rules: dict[tuple[str, ...], Callable[[Config], Iterable[str]]] = {
+        ("train", "parallel"): _batch,
+        ("model",): _model,
+        ("scheduler", "train"): _schedule,
+        ("data", "train", "model", "parallel"): _data,
+    }
+    return [line for groups, rule in rules.items() if not set(groups) & set(wrong) for line in rule(config)]
 
 
 def processes(config: Config) -> int:
@@ -29,17 +30,19 @@ def processes(config: Config) -> int:
     return int(config["parallel"].get("processes") or 1)
 
 
-def _batch(train: Config, world: int) -> Iterator[str]:
+def _batch(config: Config) -> Iterator[str]:
+    train, world = config["train"], processes(config)
     tokens, unit = train.get("tokens_per_step"), train["micro_batch"] * train["seq_len"] * world
     if tokens is not None and tokens % unit:
         below, above = tokens // unit * unit, (tokens // unit + 1) * unit
         yield (
             f"train.tokens_per_step: {tokens} is not a multiple of micro_batch x seq_len x processes = "
-            f"{train['micro_batch']} x {train['seq_len']} x {world} = {unit}; use {below or above} or {above}"
+            f"{train['micro_batch']} x {train['seq_len']} x {world} = {unit}; use {' or '.join(map(str, sorted({below or above, above})))}"
         )
 
 
-def _model(model: Config) -> Iterator[str]:
+def _model(config: Config) -> Iterator[str]:
+    model = config["model"]
     width, heads, kv = model.get("width"), model.get("heads"), model.get("kv_heads")
     if width and heads and width % heads:
         yield f"model.heads: {heads} does not divide model.width {width}; choose a divisor of {width}"

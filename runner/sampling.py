@@ -58,7 +58,7 @@ def sample(
     Ids from `vocab_size` on are padding that no tokenizer can decode: they are never drawn.
     """
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    logits = logits[..., :vocab_size].float()
+    logits = logits[..., :vocab_size].double()
     if temperature == 0:
         return logits.argmax(dim=-1)  # the first of equals
     best = logits.amax(dim=-1, keepdim=True)

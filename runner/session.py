@@ -37,7 +37,7 @@ from runner.stop import Stop
 from runner.train import Plan
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """Too many steps in a row were refused; the message says how many and why."""
 
 
@@ -57,7 +57,7 @@ class Progress:
         """Note what an event says of the run.
 
         Raises:
-            Diverged: `outlier.max_consecutive_skips` steps in a row were skipped.
+            DivergedError: `outlier.max_consecutive_skips` steps in a row were skipped.
         """
         if isinstance(event, ValLoss):
             self.val_loss = event.loss
@@ -66,7 +66,7 @@ class Progress:
         elif isinstance(event, TrainStep):
             self._skips_in_a_row = 0 if event.applied else self._skips_in_a_row + 1
             if self._limit is not None and self._skips_in_a_row >= self._limit:
-                raise Diverged(
+                raise DivergedError(
                     f"diverged: {self._skips_in_a_row} steps in a row were skipped up to step {event.step} "
                     f"({event.reason}); lower optimizer.lr, or raise outlier.max_consecutive_skips"
                 )
@@ -173,4 +173,3 @@ class Session:
                 part.load_state_dict(found.parts[name])
         # llm.c's own checkpoints have no side file: the step in the header is what counts.
         self.progress.step = found.step
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
+import numpy as np
 from annotated_types import Ge
 
 
@@ -15,4 +16,5 @@ def inv_sqrt(
 
     It has no end, so training can go on for as long as one likes.
     """
-    return peak_lr * min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
+    factor = min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
+    return float(np.float32(peak_lr * factor))

@@ -78,15 +78,13 @@ class AdamW:
         """Copy a state of the same layout; raises ValueError where a buffer is missing or too long."""
         for name, target in self.state_dict().items():
             if name not in state:
-                raise ValueError(
-                    f"optimizer state: {name!r} is missing; the checkpoint was written without it"
-                    + (": set optimizer.master=false to go on without" if name == "master" else "")
-                )
+                hint = ": set optimizer.master=false to go on without" if name == "master" else ""
+                raise ValueError(f"optimizer state: {name!r} is missing from the checkpoint{hint}")
             source = torch.as_tensor(state[name])
             if source.numel() != target.numel():
                 raise ValueError(
-                    f"optimizer state: {name!r} holds {source.numel()} values, this rank needs {target.numel()}; "
-                    "resume with the model and the number of processes that wrote it"
+                    f"optimizer state: {name!r} holds {source.numel()} values, "
+                    f"this rank needs {target.numel()}; resume with the model and world size that wrote it"
                 )
             target.copy_(source.view(-1))
 

@@ -60,8 +60,8 @@ def bind(parts: Sequence[Part]) -> Compiled | None:
 
 def _described(part: Part) -> _Part:
     param, grad = part.segment.param, part.segment.grad
-    assert param.stride(1) == 1 and grad.stride(1) == 1, "a segment's rows are contiguous"
-    assert part.m.is_contiguous() and part.v.is_contiguous()
+    assert param.stride(1) == grad.stride(1) == 1, "a segment's rows are contiguous"
+    assert all(state.is_contiguous() for state in (part.m, part.v, part.master) if state is not None)
     return _Part(
         param=param.data_ptr(),
         grad=grad.data_ptr(),

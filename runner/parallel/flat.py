@@ -6,102 +6,171 @@ added, is the reducer's business (`runner.parallel.reduce`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner import arena, norm
-from runner.api import Optimizer, Segment, Slot
+from runner.api import Optimizer, Role, Segment, Slot
 from runner.optimizer.groups import roles_of
-from runner.parallel.layout import Layout, Placed, layout_of
+from runner.parallel import collective
+from runner.parallel.layout import Placed, layout_of
+from runner.parallel.reduce import Reduce, Reducer, Setting, check_reduce, reducer_of
+from runner.parallel.shard import Sharded, check_divisible
 
 
 class Flat:
-    """Where parameters live. `rank`, `world` and `device` are supplied."""
+    """Where parameters live and how ranks combine, once `place` was called.
 
-    def __init__(self, *, rank: int = 0, world: int = 1, device: torch.device | None = None) -> None:
+    With more ranks than one the default process group exists already. `weights` [numel] holds every
+    slot in order, what a checkpoint writes and reads; `gradient` [numel] is fp32.
+    """
+
+    layout: tuple[Slot, ...]
+    weights: Tensor
+    gradient: Tensor
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        device: torch.device | None,
+        reduce: Reduce = "native",
+        shard: bool = False,
+        bucket_mb: float = 25.0,
+    ) -> None:
+        check_reduce(reduce, world=world)
         self.rank, self.world = rank, world
         self.device = device if device is not None else torch.device("cpu")
-        self.layout: tuple[Slot, ...] = ()
-        self.weights = torch.empty(0)  # flat, every slot in order; what a checkpoint writes and reads
-        self.gradient = torch.empty(0)  # flat, fp32
-        self._segments: tuple[Segment, ...] = ()
+        self.layout = ()
+        self._reduce = reduce
+        self._setting = Setting(rank=rank, world=world, shard=shard and world > 1, bucket_mb=bucket_mb)
+        self._host_group: Any = collective.host_group(world=world, device=self.device)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move the parameters into the flat buffers; return what the loop calls.
+        """Move the parameters into the flat buffers, equal on all ranks; return what the loop calls.
 
-        Raises ValueError where the parameters cannot share a buffer.
+        Raises ValueError where the parameters cannot share a buffer or cannot be cut.
         """
         model.to(self.device)
         layout = layout_of(model)
-        self.layout = layout.slots
+        if self._setting.shard:
+            check_divisible(layout.slots, world=self.world)
+        self.layout, self._layout = layout.slots, layout
         self.weights = arena.zeros(layout.numel, dtype=layout.dtype, device=self.device)
         self.gradient = arena.zeros(layout.numel, device=self.device)
         for placed in layout.placed:
             _move(placed, weights=self.weights, gradient=self.gradient)
-        self._segments = self._cut(layout, roles=roles_of(model))
-        self._sums = norm.ChunkSums(norm.chunks_of(layout.slots, world=self.world), gradient=self.gradient)
+        collective.broadcast([self.weights, *model.buffers()], world=self.world)
+        self._segments = _segments(self, roles=roles_of(model))
+        self._sums = norm.ChunkSums(self._own_chunks(), gradient=self.gradient)
+        self._reducer: Reducer | None = reducer_of(
+            layout, gradient=self.gradient, reduce=self._reduce, setting=self._setting
+        )
         return model
+
+    @property
+    def draws_per_micro_step(self) -> int:
+        """How many micro-batches one micro-step stands for in llm.c's stream (`ModelRng`).
+
+        One, as for llm.c's rank 0; under canonical reduction every rank's, as if one process ran them all.
+        """
+        return self.world if self._reduce == "canonical" else 1
 
     def segments(self) -> tuple[Segment, ...]:
         """Return this rank's part of every slot, in the order of the layout."""
         return self._segments
 
     def optimizer(self, factory: Callable[[Sequence[Segment]], Optimizer]) -> Optimizer:
-        return factory(self._segments)
+        """Return the factory's optimizer of this rank's segments."""
+        inner = factory(self._segments)
+        if not self._setting.shard:
+            return inner
+        return Sharded(inner, layout=self._layout, weights=self.weights, rank=self.rank, world=self.world)
 
     def zero_grad(self) -> None:
         self.gradient.zero_()
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Wrap forward and backward of one micro-batch; gradients travel only on the last."""
-        yield
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Wrap forward and backward of one micro-batch; gradients travel while backward runs."""
+        return nullcontext() if self._reducer is None else self._reducer.micro_batch(last=last)
 
     def finish_gradient_sync(self) -> None:
-        """Return once the flat gradient is the mean over micro-batches and ranks."""
+        """Return once the gradient is the mean over micro-batches and ranks (its own part, if sharded)."""
+        if self._reducer is not None:
+            self._reducer.finish()
 
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm [] fp32, the same on every rank and from run to run."""
-        return norm.norm_of(self._sums())
+        return norm.norm_of(self._all_sums())
 
     def slot_norms(self) -> dict[str, float]:
-        """Return the gradient norm of each tensor by name, for diagnostics; waits for the device."""
-        return norm.slot_norms(self._sums(), self.layout, world=self.world)
+        """Return the gradient norm of each tensor by name; all ranks call it; waits for the device."""
+        return norm.slot_norms(self._all_sums(), self.layout, world=self.world)
 
     def first_non_finite(self) -> str | None:
-        """Return the first tensor whose gradient is not finite, for diagnostics; waits for the device."""
-        return norm.first_non_finite(self._sums(), self.layout, world=self.world)
+        """Return the first tensor whose gradient is not finite; all ranks call it; waits for the device."""
+        return norm.first_non_finite(self._all_sums(), self.layout, world=self.world)
 
     def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a 0-d value over the ranks, the same bits on each."""
-        return value
+        """Return the mean of a 0-d value over the ranks, added in rank order in float64 on each."""
+        if self.world == 1:
+            return value
+        values = collective.all_gather(value.detach().double().to(self.device).view(1), world=self.world)
+        total = values[0, 0]
+        for other in values[1:, 0]:
+            total = total + other
+        return (total / self.world).to(value.dtype)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank raised `flag`; agreed by all."""
-        return flag
+        return collective.any_flag(flag, world=self.world, group=self._host_group)
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        collective.barrier(world=self.world, group=self._host_group)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Take the hooks off the model; the process group is its maker's to destroy."""
+        if self._reducer is not None:
+            self._reducer.close()
 
-    def _cut(self, layout: Layout, *, roles: dict[str, str]) -> tuple[Segment, ...]:
-        segments, offset = [], 0
-        first = {placed.slot: placed.name for placed in reversed(layout.placed) if placed.layer == 0}
-        for index, slot in enumerate(layout.slots):
-            shape = (slot.layers, slot.layer_numel)
-            at = slice(slot.offset, slot.offset + slot.numel)
-            param, grad = self.weights[at].view(shape), self.gradient[at].view(shape)
-            segments.append(
-                Segment(slot.name, roles[first[index]], slot.shape, param, grad, offset, index=index)  # type: ignore[arg-type]
-            )
-            offset += param.numel()
-        return tuple(segments)
+    def _own_chunks(self) -> list[norm.Chunk]:
+        share = norm.chunks_per_layer(self.world) // self.world
+        chunks = norm.chunks_of(self.layout, world=self.world)
+        return [chunk for chunk in chunks if chunk.part // share == self.rank]
+
+    def _all_sums(self) -> Tensor:
+        """Return the chunk sums of all ranks in the order of `norm.chunks_of`."""
+        rows = collective.all_gather(self._sums(), world=self.world)
+        share = norm.chunks_per_layer(self.world) // self.world
+        return rows.view(self.world, -1, share).transpose(0, 1).reshape(-1)
+
+
+def _segments(engine: Flat, *, roles: dict[str, Role]) -> tuple[Segment, ...]:
+    shards = engine.world if engine._setting.shard else 1
+    first = {placed.slot: placed.name for placed in engine._layout.placed if placed.layer == 0}
+    segments, offset = [], 0
+    for index, slot in enumerate(engine.layout):
+        n = slot.layer_numel // shards
+        start = engine.rank * n if shards > 1 else 0
+        whole = slice(slot.offset, slot.offset + slot.numel)
+        param, grad = (
+            flat[whole].view(slot.layers, slot.layer_numel)[:, start : start + n]
+            for flat in (engine.weights, engine.gradient)
+        )
+        segments.append(
+            Segment(slot.name, roles[first[index]], slot.shape, param, grad, offset, start, index)
+        )
+        offset += slot.layers * n
+    return tuple(segments)
 
 
 def _move(placed: Placed, *, weights: Tensor, gradient: Tensor) -> None:
+    """Make one parameter and its gradient views of the flat buffers."""
     parameter = placed.parameter
     at = slice(placed.offset, placed.offset + placed.numel)
     home = weights[at].view(parameter.shape)
@@ -117,4 +186,4 @@ def _move(placed: Placed, *, weights: Tensor, gradient: Tensor) -> None:
         main.add_(parameter.grad)
         parameter.grad = None
 
-    parameter.register_post_accumulate_grad_hook(add_to_main)
+    parameter.register_post_accumulate_grad_hook(add_to_main)  # type: ignore[no-untyped-call]

@@ -1,0 +1,139 @@
+"""Draw the learning rate of a run: `python -m runner.schedule scheduler=wsd train.steps=1000 [out=lr.png]`.
+
+Takes the overrides of the run itself and composes the same configuration, so the curve is the one that
+the run will follow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pkgutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner import CONF
+from runner.scheduler import curve, decay_start
+
+WIDTH, HEIGHT = 80, 12  # of the drawing in the terminal
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+class Plan(NamedTuple):
+    """A composed schedule: the config node, its learning rates by step, and steps worth naming."""
+
+    node: dict[str, Any]
+    lr: list[float]
+    marks: dict[str, int]
+
+
+def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
+    """Compose the run's configuration and evaluate its schedule at every step."""
+    from hydra import compose, initialize_config_dir  # 0.2 s that importing this module need not cost
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
+            config = compose("config", overrides=overrides)
+        node = OmegaConf.to_container(config.scheduler, resolve=True)
+        steps = config.train.steps
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from None
+    assert isinstance(node, dict)
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"train.steps={steps} must be a whole number of at least 1 to draw a schedule")
+    settings = {str(key): value for key, value in node.items()}
+    return Plan(settings, curve(_bind(settings), steps), _marks(settings, steps=steps))
+
+
+def draw(lr: list[float], *, width: int = WIDTH, height: int = HEIGHT) -> str:
+    """Draw learning rates over steps as text of `height` rows, 0 at the bottom and the highest at the top."""
+    label = 10
+    columns = min(width - label, len(lr))
+    picked = [lr[round(i * (len(lr) - 1) / max(columns - 1, 1))] for i in range(columns)]
+    top = max(lr) or 1.0
+    levels = [math.ceil(value / top * height * 8) for value in picked]
+    rows = []
+    for row in reversed(range(height)):
+        name = f"{top:.2e}" if row == height - 1 else "0" if row == 0 else ""
+        bars = "".join(_BLOCKS[min(max(level - row * 8, 0), 8)] for level in levels)
+        rows.append(f"{name:>{label - 1}} {bars}".rstrip())
+    last = str(len(lr) - 1)
+    rows.append(" " * label + "0" + last.rjust(columns - 1) if len(lr) > 1 else " " * label + "0")
+    return "\n".join(rows)
+
+
+def save_png(plan: Plan, path: Path) -> None:
+    """Write the curve, with its named steps, as an image."""
+    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(plan.lr, color="tab:blue")
+    for name, step in plan.marks.items():
+        axes.plot(step, plan.lr[step], "o", color="tab:blue", markersize=4)
+        axes.annotate(name, (step, plan.lr[step]), textcoords="offset points", xytext=(4, 6), fontsize=8)
+    axes.set_xlabel("step")
+    axes.set_ylabel("learning rate")
+    axes.set_ylim(bottom=0)
+    axes.set_title(plan.node["_target_"].rpartition(".")[2])
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
+    """Draw from the command line; return the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if any(a in ("-h", "--help") for a in arguments):
+        print(__doc__)
+        return 0
+    out = Path(next((a[4:] for a in arguments if a.startswith("out=")), "schedule.png"))
+    try:
+        plan = compose_plan([a for a in arguments if not a.startswith("out=")], conf=conf)
+        save_png(plan, out)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(draw(plan.lr))
+    for name, step in plan.marks.items():
+        print(f"{name:>12}  step {step:<8} lr {plan.lr[step]:.9g}")
+    print(f"{'image':>12}  {out}")
+    return 0
+
+
+def _bind(node: dict[str, Any]) -> partial[float]:
+    target, arguments = node["_target_"], {k: v for k, v in node.items() if k != "_target_"}
+    if not str(target).startswith("runner."):
+        raise ValueError(
+            f"scheduler._target_={target} is not part of runner: only its own schedules are drawn"
+        )
+    try:
+        function = pkgutil.resolve_name(target)
+        inspect.signature(function).bind(0, **arguments)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"scheduler: {target}: {error}") from None
+    return partial(function, **arguments)
+
+
+def _marks(node: dict[str, Any], *, steps: int) -> dict[str, int]:
+    marks = {"first": 0}
+    warmup = node.get("warmup_steps") or 0
+    if 0 < warmup <= steps:
+        marks["warmup end"] = warmup - 1
+    if "total_steps" in node:
+        start = warmup
+        if "decay" in node:
+            settings = {key: node.get(key) for key in ("decay_frac", "decay_steps")}
+            start = max(warmup, decay_start(node["total_steps"], **settings))
+        if start < steps:
+            marks["decay start"] = start
+    marks["last"] = steps - 1
+    return marks
+
+
+if __name__ == "__main__":
+    sys.exit(main())
