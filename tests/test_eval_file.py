@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runner.plugins.evaluate.multiple_choice import rows, share
 
 from runner.data.eval_file import (
     Example,
     Question,
     read_examples,
     read_questions,
-    rows,
-    share,
     write_examples,
 )
 from runner.data.word_order import word_order_questions
@@ -57,9 +56,9 @@ def test_batches_equal_llmc_evalloader(run):
         assert (part.start, len(part)) == (batch["first_example"], batch["examples"])
         laid_out = rows([examples[k] for k in part], seq_len=run["T"])
         assert [examples[k].label for k in part] == batch["labels"][: len(part)]
-        ones = [[int(p), int(laid_out.targets.reshape(-1)[p])] for p in np.flatnonzero(laid_out.mask)]
+        ones = [[int(p), int(laid_out.targets.reshape(-1)[p])] for p in np.flatnonzero(laid_out.mask.numpy())]
         assert ones == batch["mask_ones"]
-        used = laid_out.mask.shape[1] - np.argmax(laid_out.mask[:, ::-1], axis=1)  # up to the last target
+        used = run["T"] - np.argmax(laid_out.mask.numpy()[:, ::-1], axis=1)  # up to the last target
         want = np.array(batch["inputs"]).reshape(-1, run["T"])
         for row, length in enumerate(used):
             assert laid_out.inputs[row, :length].tolist() == want[row, :length].tolist()
@@ -90,10 +89,10 @@ def test_any_examples_survive_the_file(tmp_path_factory, examples):
 @given(st.builds(Example, ids, st.tuples(ids, ids, ids, ids), st.integers(0, 3)), st.integers(2, 12))
 def test_cropping_keeps_the_endings_and_one_context_for_all(example, seq_len):
     laid_out = rows([example], seq_len=seq_len)
-    first = [int(np.argmax(mask)) for mask in laid_out.mask]
+    first = [int(np.argmax(mask.numpy())) for mask in laid_out.mask]
     assert len(set(first)) == 1
     for row, ending in enumerate(example.endings):
-        assert tuple(laid_out.targets[row][laid_out.mask[row]]) == ending[: seq_len - 1]
+        assert tuple(laid_out.targets[row][laid_out.mask[row]].tolist()) == ending[: seq_len - 1]
 
 
 def damaged(tmp_path: Path, at: int, word: int) -> Path:

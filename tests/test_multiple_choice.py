@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runner.plugins.evaluate.multiple_choice import MultipleChoice, Right, WordOrder, count_right, score
+from runner.plugins.evaluate.multiple_choice import MultipleChoice, Right, count_right, rows, score, share
 from torch import nn
 
 from runner.api import Score, View
-from runner.data.eval_file import Example, read_examples, rows, share, write_examples
+from runner.data.eval_file import Example, Questions, read_examples, write_examples
 from runner.data.tokenizer import ByteTokenizer
+from runner.data.word_order import WordOrder
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -37,7 +38,7 @@ def test_counts_equal_llmc(run):
         part = [examples[k] for k in mine[i * per_batch : (i + 1) * per_batch]]
         laid_out = rows(part, seq_len=run["T"])
         losses = golden_losses(len(laid_out.mask), run["T"], i)
-        assert score(part, losses, mask=torch.from_numpy(laid_out.mask)).mean == batch["correct"]
+        assert score(part, losses, mask=laid_out.mask).mean == batch["correct"]
 
 
 class Oracle(nn.Module):
@@ -60,6 +61,10 @@ def view_of(model, *, rank=0, world=1, mean=None, micro_batch=8, tokenizer=None)
     engine = SimpleNamespace(rank=rank, world=world, device=torch.device("cpu"), mean=mean or (lambda x: x))
     data = SimpleNamespace(tokenizer=tokenizer)
     return View(model, engine, data, contextlib.nullcontext, micro_batch, 32, 0, 10)
+
+
+def of_file(path, *, limit=None):
+    return MultipleChoice(questions=Questions(path=str(path), limit=limit))
 
 
 def one_of_each():
@@ -105,13 +110,13 @@ def test_ranks_share_the_work_and_agree(world):
 def test_long_contexts_are_cropped_to_the_model(tmp_path):
     examples = [Example(tuple(range(3, 203)), ((1, 1), (2,), (2, 2), (2,)), 0)]
     write_examples(tmp_path / "long.bin", examples)
-    evaluator = MultipleChoice(path=str(tmp_path / "long.bin"))
+    evaluator = of_file(tmp_path / "long.bin")
     events = list(evaluator(view_of(Oracle(lambda token: token)), 250))
     assert events == [Score(250, "hellaswag", 1.0), Score(250, "hellaswag_sum", 1.0)]
 
 
 def test_nothing_at_step_0_and_only_rank_0_reports():
-    evaluator = MultipleChoice(path=str(GOLDEN / "tiny" / "tiny_eval5.bin"), limit=3)
+    evaluator = of_file(GOLDEN / "tiny" / "tiny_eval5.bin", limit=3)
     model = Oracle(lambda token: token)
     assert list(evaluator(view_of(model), 0)) == []
     assert len(list(evaluator(view_of(model), 1))) == 2
@@ -121,21 +126,21 @@ def test_nothing_at_step_0_and_only_rank_0_reports():
 def test_a_foreign_vocabulary_and_a_missing_tokenizer_have_a_line():
     model = Oracle(lambda token: 0.0)
     model.vocab_size = 100
-    evaluator = MultipleChoice(path=str(GOLDEN / "tiny" / "tiny_eval5.bin"))
+    evaluator = of_file(GOLDEN / "tiny" / "tiny_eval5.bin")
     with pytest.raises(
         ValueError, match=r"evaluate\.hellaswag: example 0 holds token \d+, the model knows 0\.\.99"
     ):
         list(evaluator(view_of(model), 0))
     with pytest.raises(ValueError, match=r"data\.tokenizer"):
-        list(WordOrder(items=2)(view_of(model), 0))
+        list(MultipleChoice(questions=WordOrder(items=2))(view_of(model), 0))
     with pytest.raises(ValueError, match=r"path=x\.txt"):
-        MultipleChoice(path="x.txt")
+        Questions(path="x.txt")
     with pytest.raises(ValueError, match=r"none\.bin: cannot be read"):
-        MultipleChoice(path="none.bin")
+        Questions(path="none.bin")
 
 
 def test_word_order_of_a_model_that_knows_nothing_is_near_chance():
-    evaluator = WordOrder(items=200)
+    evaluator = MultipleChoice(questions=WordOrder(items=200), name="wordorder")
     generator = torch.Generator().manual_seed(0)
 
     class Noise(Oracle):
@@ -153,8 +158,11 @@ def test_scores_reach_main_log(tmp_path):
     command = [
         *(sys.executable, "-m", "runner", "train.steps=2", "train.micro_batch=2", "train.seq_len=64"),
         *("model.layers=1", "model.width=32", "model.heads=2", "logger=[llmc]", "run.plot=false"),
-        *("evaluate=[hellaswag,wordorder]", f"evaluate.hellaswag.path={GOLDEN}/tiny/tiny_eval10.bin"),
-        *("evaluate.wordorder.items=4", f"run.root={tmp_path}", "run.name=x", "checkpoint.every=0"),
+        *(
+            "evaluate=[hellaswag,wordorder]",
+            f"evaluate.hellaswag.questions.path={GOLDEN}/tiny/tiny_eval10.bin",
+        ),
+        *("evaluate.wordorder.questions.items=4", f"run.root={tmp_path}", "run.name=x", "checkpoint.every=0"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,16 +5,16 @@ R rows (examples x endings) of T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
 from runner.api import Event, Score, Tokenizer, View
-from runner.data.eval_file import Example, Question, Rows, read_examples, read_questions, rows, share
+
+Ids = tuple[int, ...]
 
 
 class Right(NamedTuple):
@@ -24,37 +24,45 @@ class Right(NamedTuple):
     sum: int  # by their summed log-probability
 
 
+class Example(Protocol):
+    """A question as token ids; see `runner.data.eval_file.Example`."""
+
+    @property
+    def context(self) -> Ids: ...
+
+    @property
+    def endings(self) -> tuple[Ids, ...]: ...
+
+    @property
+    def label(self) -> int: ...
+
+
+class Rows(NamedTuple):
+    """Examples laid out for a model, one row per ending: R = examples x endings, T tokens."""
+
+    inputs: Tensor  # [R, T] int64, zero beyond the ending
+    targets: Tensor  # [R, T] int64, the ending's tokens one position early
+    mask: Tensor  # [R, T] bool, true where a target is to be predicted
+
+
 class MultipleChoice:
     """Measure how often the true ending is the likeliest, every `every` steps but the first, and at the end.
 
-    `path` is an llm.c evaluation file (.bin, token ids) or JSON lines {"ctx", "endings", "label"} (.jsonl,
-    which need the data's tokenizer). All ranks share the examples. Two scores come out: `name` by the mean
-    log-probability of an ending's tokens, which is what llm.c reports, and `name_sum` by the sum.
+    `questions` gives the examples for a tokenizer (or None). All ranks share them. Two scores come out:
+    `name` by the mean log-probability of an ending's tokens, which is what llm.c reports, and `name_sum`
+    by the sum.
     """
 
     def __init__(
-        self,
-        *,
-        path: str,
-        every: Annotated[int, Ge(1)] = 250,
-        name: str = "hellaswag",
-        limit: Annotated[int, Ge(1)] | None = None,
+        self, *, questions: Any, every: Annotated[int, Ge(1)] = 250, name: str = "hellaswag"
     ) -> None:
         self.every, self.name = every, name
-        self._examples: list[Example] | None = None
-        self._questions: list[Question] = []
-        file = Path(path).expanduser()
-        if file.suffix == ".bin":
-            self._examples = read_examples(file)[:limit]
-        elif file.suffix == ".jsonl":
-            self._questions = read_questions(file)[:limit]
-        else:
-            raise ValueError(f"evaluate.{name}.path={path}: expected llm.c's .bin or HellaSwag-like .jsonl")
+        self._questions: Callable[[Tokenizer | None], Sequence[Example]] = questions
+        self._examples: Sequence[Example] = ()
 
     def __call__(self, view: View, step: int) -> Iterable[Event]:
-        if self._examples is None:
-            self._examples = tokenize(self._questions, view.data.tokenizer, name=self.name)
-        check_vocabulary(self._examples, int(view.model.vocab_size), name=self.name)  # type: ignore[arg-type]
+        if not self._examples:
+            self._examples = self._prepare(view)
         if step == 0:
             return
         right = count_right(view, self._examples)
@@ -62,52 +70,23 @@ class MultipleChoice:
             yield Score(step, self.name, right.mean / len(self._examples))
             yield Score(step, f"{self.name}_sum", right.sum / len(self._examples))
 
-
-class WordOrder(MultipleChoice):
-    """Measure how often the model prefers the author's order of words to three others; needs no file.
-
-    The questions come from the held-out chapters of the built-in corpus, whatever the run trains on.
-    """
-
-    def __init__(
-        self,
-        *,
-        every: Annotated[int, Ge(1)] = 250,
-        name: str = "wordorder",
-        items: Annotated[int, Ge(1)] = 200,
-        seed: Annotated[int, Ge(0)] = 1337,
-    ) -> None:
-        from runner.data.word_order import word_order_questions
-
-        self.every, self.name = every, name
-        self._examples = None
-        self._questions = word_order_questions(items, seed=seed)
+    def _prepare(self, view: View) -> Sequence[Example]:
+        try:
+            examples = self._questions(view.data.tokenizer)
+            check_vocabulary(examples, int(view.model.vocab_size))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"evaluate.{self.name}: {error}") from None
+        return examples
 
 
-def tokenize(questions: Sequence[Question], tokenizer: Tokenizer | None, *, name: str) -> list[Example]:
-    """Encode questions as llm.c's hellaswag.py does: the context, then each ending after a space."""
-    if tokenizer is None:
-        raise ValueError(
-            f"evaluate.{name}: its questions are text; set data.tokenizer, or drop this evaluation"
-        )
-    return [
-        Example(
-            tuple(tokenizer.encode(q.context)),
-            tuple(tuple(tokenizer.encode(f" {e}")) for e in q.endings),
-            q.label,
-        )
-        for q in questions
-    ]
-
-
-def check_vocabulary(examples: Sequence[Example], vocab_size: int, *, name: str) -> None:
+def check_vocabulary(examples: Sequence[Example], vocab_size: int) -> None:
     """Raise ValueError if a token id is not the model's."""
     for index, example in enumerate(examples):
         top = max(max(part) for part in (example.context, *example.endings))
         if top >= vocab_size:
             raise ValueError(
-                f"evaluate.{name}: example {index} holds token {top}, the model knows 0..{vocab_size - 1}: "
-                "use an evaluation file of the data's tokenizer"
+                f"example {index} holds token {top}, the model knows 0..{vocab_size - 1}: "
+                "use questions of the data's tokenizer"
             )
 
 
@@ -124,7 +103,7 @@ def count_right(view: View, examples: Sequence[Example]) -> Right:
         batch = [examples[i] for i in mine[start : start + per_batch]]
         laid_out = rows(batch or examples[:1], seq_len=_width(batch or examples[:1], view))
         losses = _losses(view, laid_out)
-        right = score(batch, losses, mask=torch.from_numpy(laid_out.mask))
+        right = score(batch, losses, mask=laid_out.mask)
         mean, total = mean + right.mean, total + right.sum
     view.model.train(was_training)
     return Right(_over_ranks(view, mean), _over_ranks(view, total))
@@ -138,9 +117,7 @@ def _width(examples: Sequence[Example], view: View) -> int:
 
 def _losses(view: View, laid_out: Rows) -> Tensor:
     """Return the loss of every position [R, T] on the host; unmasked ones mean nothing."""
-    inputs, targets = (
-        torch.from_numpy(a).to(view.engine.device) for a in (laid_out.inputs, laid_out.targets)
-    )
+    inputs, targets = laid_out.inputs.to(view.engine.device), laid_out.targets.to(view.engine.device)
     with view.autocast():
         losses: Tensor = view.model(inputs, targets, reduction="none")
     return losses.float().cpu()
@@ -167,3 +144,40 @@ def _first_lowest(losses: Tensor) -> int:
 def _over_ranks(view: View, count: int) -> int:
     value = torch.tensor(float(count), dtype=torch.float64, device=view.engine.device)
     return round(float(view.engine.mean(value)) * view.engine.world)
+
+
+# ---------------------------------------------------------------- shares and rows
+
+
+def share(count: int, *, rank: int, world: int) -> range:
+    """Return the examples of one rank: ceil(count / world) in a row, as llm.c cuts them.
+
+    llm.c's last ranks die where that leaves nothing for them; here their range is empty.
+    """
+    each = -(-count // world)
+    return range(min(count, rank * each), min(count, (rank + 1) * each))
+
+
+def rows(examples: Iterable[Example], *, seq_len: int) -> Rows:
+    """Lay examples out in rows of `seq_len` tokens; those that are longer lose the start of their context."""
+    chosen = list(examples)
+    count = sum(len(example.endings) for example in chosen)
+    inputs, targets = (torch.zeros(count, seq_len, dtype=torch.int64) for _ in range(2))
+    mask = torch.zeros(count, seq_len, dtype=torch.bool)
+    row = 0
+    for example in chosen:
+        context, endings = _cropped(example, seq_len)
+        for ending in endings:
+            start, end = len(context) - 1, len(context) + len(ending) - 1
+            inputs[row, : end + 1] = torch.tensor(context + ending)
+            targets[row, start:end] = torch.tensor(ending)
+            mask[row, start:end] = True
+            row += 1
+    return Rows(inputs, targets, mask)
+
+
+def _cropped(example: Example, seq_len: int) -> tuple[Ids, tuple[Ids, ...]]:
+    """Cut all endings to the same context, so that they stay comparable."""
+    endings = tuple(ending[: seq_len - 1] for ending in example.endings)
+    room = seq_len - max(map(len, endings))
+    return example.context[-room:], endings

@@ -1,4 +1,4 @@
-"""Multiple-choice questions: llm.c's evaluation file, HellaSwag-like JSON lines, and llm.c's shares of ranks.
+"""Multiple-choice questions: llm.c's evaluation file and HellaSwag-like JSON lines.
 
 File (llmc/dataloader.h, dev/data/data_common.py): 256 i32 of header (20240522, version 1, examples, bytes of
 the longest), then per example as u16: 65535, its bytes, its index, label, number of completions (4), then the
@@ -8,14 +8,18 @@ context and each completion, each after its length.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 
 from runner.data.shard import HEADER_BYTES, HEADER_INTS, write_whole
+
+if TYPE_CHECKING:
+    from runner.api import Tokenizer
 
 MAGIC, VERSION = 20240522, 1
 COMPLETIONS = 4
@@ -40,12 +44,30 @@ class Example(NamedTuple):
     label: int
 
 
-class Rows(NamedTuple):
-    """Examples laid out for a model, one row per ending: R = examples x endings, T tokens."""
+class Questions:
+    """The questions of a file: llm.c's .bin, which holds token ids, or HellaSwag-like .jsonl of text."""
 
-    inputs: NDArray[np.int64]  # [R, T], zero beyond the ending
-    targets: NDArray[np.int64]  # [R, T], the ending's tokens one position early
-    mask: NDArray[np.bool_]  # [R, T], true where a target is to be predicted
+    def __init__(self, *, path: str, limit: Annotated[int, Ge(1)] | None = None) -> None:
+        file = Path(path).expanduser()
+        if file.suffix not in (".bin", ".jsonl"):
+            raise ValueError(f"questions.path={path}: expected llm.c's .bin or HellaSwag-like .jsonl")
+        self._examples = read_examples(file)[:limit] if file.suffix == ".bin" else None
+        self._texts = read_questions(file)[:limit] if file.suffix == ".jsonl" else []
+
+    def __call__(self, tokenizer: Tokenizer | None) -> list[Example]:
+        """Return the examples; ValueError if they are text and there is no tokenizer."""
+        return tokenize(self._texts, tokenizer) if self._examples is None else self._examples
+
+
+def tokenize(questions: Sequence[Question], tokenizer: Tokenizer | None) -> list[Example]:
+    """Encode as llm.c's hellaswag.py does: the context, then each ending after a space."""
+    if tokenizer is None:
+        raise ValueError("the questions are text: set data.tokenizer, or drop this evaluation")
+    examples = []
+    for question in questions:
+        endings = (tuple(tokenizer.encode(f" {ending}")) for ending in question.endings)
+        examples.append(Example(tuple(tokenizer.encode(question.context)), tuple(endings), question.label))
+    return examples
 
 
 # ---------------------------------------------------------------- llm.c's file
@@ -165,40 +187,3 @@ def _question(line: str, where: str) -> Question:
     if not good or len(endings) < 2 or not 0 <= label < len(endings):
         raise ValueError(f"{where}: needs a ctx, at least 2 endings, and a label that names one of them")
     return Question(context, endings, label)
-
-
-# ---------------------------------------------------------------- shares and rows
-
-
-def share(count: int, *, rank: int, world: int) -> range:
-    """Return the examples of one rank: ceil(count / world) in a row, as llm.c cuts them.
-
-    llm.c's last ranks die where that leaves nothing for them; here their range is empty.
-    """
-    each = -(-count // world)
-    return range(min(count, rank * each), min(count, (rank + 1) * each))
-
-
-def rows(examples: Iterable[Example], *, seq_len: int) -> Rows:
-    """Lay examples out in rows of `seq_len` tokens; those that are longer lose the start of their context."""
-    chosen = list(examples)
-    count = sum(len(example.endings) for example in chosen)
-    inputs, targets = (np.zeros((count, seq_len), np.int64) for _ in range(2))
-    mask = np.zeros((count, seq_len), np.bool_)
-    row = 0
-    for example in chosen:
-        context, endings = _cropped(example, seq_len)
-        for ending in endings:
-            start, end = len(context) - 1, len(context) + len(ending) - 1
-            inputs[row, : end + 1] = context + ending
-            targets[row, start:end] = ending
-            mask[row, start:end] = True
-            row += 1
-    return Rows(inputs, targets, mask)
-
-
-def _cropped(example: Example, seq_len: int) -> tuple[Ids, tuple[Ids, ...]]:
-    """Cut all endings to the same context, so that they stay comparable."""
-    endings = tuple(ending[: seq_len - 1] for ending in example.endings)
-    room = seq_len - max(map(len, endings))
-    return example.context[-room:], endings

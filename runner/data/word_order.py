@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 from runner.data.corpus import moby_documents
-from runner.data.eval_file import COMPLETIONS, Question
+from runner.data.eval_file import COMPLETIONS, Example, Question, tokenize
+
+if TYPE_CHECKING:
+    from runner.api import Tokenizer
 
 CONTEXT_CHARS = 48  # at least; up to the start of a word
 ENDING_CHARS = (34, 48)  # from, to
 SEED = 1337
 
 Draw = Callable[[], float]
+
+
+class WordOrder:
+    """Questions for `runner.plugins.evaluate.multiple_choice`, whatever the run trains on."""
+
+    def __init__(self, *, items: Annotated[int, Ge(1)] = 200, seed: Annotated[int, Ge(0)] = SEED) -> None:
+        self._questions = word_order_questions(items, seed=seed)
+
+    def __call__(self, tokenizer: Tokenizer | None) -> list[Example]:
+        """Return the examples; ValueError without a tokenizer."""
+        return tokenize(self._questions, tokenizer)
 
 
 def word_order_questions(count: int, *, seed: int = SEED) -> list[Question]:
@@ -41,7 +57,7 @@ def word_order_questions(count: int, *, seed: int = SEED) -> list[Question]:
             endings = [*wrong[:label], " ".join(words), *wrong[label:]]
             questions.append(Question(context, tuple(endings), label))
     if len(questions) < count:
-        raise ValueError(f"evaluate.wordorder.items={count}: the held-out chapters make {len(questions)}")
+        raise ValueError(f"questions.items={count}: the held-out chapters make {len(questions)}")
     return questions
 
 
