@@ -149,7 +149,7 @@ def _originals(problems: list[str], cfg: Any) -> list[str]:
     def repeats(line: str) -> bool:
         path = line.split(":")[0]
         group, _, key = path.rpartition(".")
-        node = OmegaConf.select(cfg, group) if group else None
+        node: Any = OmegaConf.select(cfg, group) if group else None
         if not OmegaConf.is_dict(node) or key not in node or not OmegaConf.is_interpolation(node, key):
             return False
         raw = OmegaConf.to_container(node, resolve=False)
