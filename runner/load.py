@@ -20,7 +20,7 @@ from runner.checkpoint import llmc_format
 from runner.checkpoint.load import load_weights
 from runner.checkpoint.safetensors_format import read_file
 from runner.config import TRUSTED, build
-from runner.data.tokenizer_import import tokenizer_for
+from runner.data.tokenizer import tokenizer as tokenizer_for
 from runner.parallel.layout import layout_of
 from runner.weights import assign, assign_flat, fill, rows_of
 

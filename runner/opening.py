@@ -13,8 +13,10 @@ from torch import nn
 
 from runner import __version__, manifest
 from runner.api import Engine, Note, Optimizer, RunInfo, Segment, View
+from runner.checkpoint.folder import done_steps
 from runner.config import MULTIPLE, build, trusted
 from runner.emit import Emitter
+from runner.load import initialise
 from runner.meter import Meter
 from runner.precision import Precision
 from runner.readback import Readback, Timing
@@ -68,19 +70,22 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     precision: Precision = make(config["precision"])
     precision.apply(device)
     network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
+    if getattr(network, "init_from", None) and (run["overwrite"] or not done_steps(dir)):
+        # A run that goes on takes its weights from its checkpoint: what it began with may be gone.
+        initialise(network, network.init_from)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
-    model = engine.place(network.to(device=device, dtype=precision.param_dtype))
+    model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
     rng = ModelRng(device=device)
     where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter: Meter = make(
         config["meter"],
         flops_per_token=network.flops_per_token(plan.seq_len),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        dtype=precision.mode,
+        dtype=precision.resolve(device),
         world=world,
     )
     outlier = make(config["outlier"])
-    autocast = functools.partial(precision.autocast, device)
+    autocast = precision.autocast(device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
         dir=dir,
@@ -181,7 +186,7 @@ def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Con
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(engine.device) if gpu else _cpu(),
         "threads": torch.get_num_threads(),
-        "precision": precision.mode,
+        "precision": precision.resolve(engine.device),
         "deterministic": run["deterministic"],
         "world": engine.world,
     }
