@@ -232,14 +232,8 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_the_command_line_starts(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "runner.export",
-        f"run={TINY}/nano_init.bin",
-        "to=safetensors",
-        f"out={tmp_path}",
-    ]
+    command = [sys.executable, "-m", "runner.export", "to=safetensors"]
+    command += [f"run={TINY}/nano_init.bin", f"out={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "weights.safetensors").exists()

@@ -24,13 +24,7 @@ def run(*overrides, root, name="x"):
 
 
 GPT2_TINY = ("model.layers=2", "model.width=32", "model.heads=2")
-LLAMA_TINY = (
-    "model=llama_tiny",
-    "model.layers=2",
-    "model.width=32",
-    "model.heads=2",
-    "model.feed_forward=48",
-)
+LLAMA_TINY = ("model=llama_tiny", *GPT2_TINY, "model.feed_forward=48")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +134,7 @@ def test_initialise_allows_a_shorter_context_and_other_padding(tmp_path):
     ("changes", "message"),
     [
         ({"layers": 3}, r"has layers 2, the run's model 3; set model\.layers=2"),
-        ({"heads": 2}, r"has heads \d, the run's model 2"),
+        ({"heads": 4}, r"has heads 2, the run's model 4"),
         ({"vocab_size": 300}, "has vocab_size"),
         ({"max_seq_len": 128}, "has max_seq_len 64, the run's model 128"),
     ],
