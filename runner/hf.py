@@ -106,7 +106,7 @@ def _llama_to(own: Tensors, model: Llama) -> Iterator[tuple[str, Tensor]]:
             tensor = own.get(f"blocks.{layer}.{ours}")
             if tensor is None:
                 continue
-            parts = tensor.split(_rows(ours, model)) if len(several) > 1 else [tensor]
+            parts = torch.split(tensor, _rows(ours, model)) if len(several) > 1 else (tensor,)
             for theirs, part in zip(several, parts, strict=True):
                 yield f"model.layers.{layer}.{theirs}.weight", part
 
