@@ -13,8 +13,10 @@ from torch import nn
 
 from runner import __version__, manifest
 from runner.api import Engine, Note, Optimizer, RunInfo, Segment, View
+from runner.checkpoint.folder import done_steps
 from runner.config import MULTIPLE, build, trusted
 from runner.emit import Emitter
+from runner.load import initialise
 from runner.meter import Meter
 from runner.precision import Precision
 from runner.readback import Readback, Timing
@@ -76,6 +78,9 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     precision: Precision = make(config["precision"])
     numbers = precision.apply(device)
     network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
+    if getattr(network, "init_from", None) and (run["overwrite"] or not done_steps(dir)):
+        # A run that goes on takes its weights from its checkpoint: what it began with may be gone.
+        initialise(network, network.init_from)
     precision.convert(network, device=device)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
