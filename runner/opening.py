@@ -12,16 +12,22 @@ import torch
 from torch import nn
 
 from runner import __version__, manifest
-from runner.api import Engine, Note, Optimizer, RunInfo, Segment, View
+from runner.api import Engine, Note, Optimizer, RunInfo, Scheduler, Segment, View
+from runner.blocks import settle_blocks
 from runner.checkpoint.folder import done_steps
 from runner.config import MULTIPLE, build, trusted
+from runner.curvature import curvature_of
 from runner.emit import Emitter
 from runner.load import initialise
 from runner.meter import Meter
+from runner.micro_batch import settle_micro_batch
+from runner.optimizer.options import NAMES, Options, assemble
 from runner.precision import Precision
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
+from runner.scheduler import scaled
 from runner.session import Identity, Progress, Session
+from runner.signature import signature_of
 from runner.stop import Stop
 from runner.train import Plan
 
@@ -34,6 +40,8 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     Raises:
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
+    device = choose_device(config["run"]["device"], rank=rank)
+    config = settle_micro_batch(config, dir=dir, device=device, world=world)
     s = _build(config, dir=dir, rank=rank, world=world, stop=stop)
     now = _manifest(config, s)
     before = manifest.read(dir) if s.store.resumes(overwrite=config["run"]["overwrite"]) else None
@@ -82,10 +90,11 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         # A run that goes on takes its weights from its checkpoint: what it began with may be gone.
         initialise(network, network.init_from)
     precision.convert(network, device=device)
+    settle_blocks(network, compile=run["compile"], checkpoint=plan.checkpoint_blocks)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
     rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
-    where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
+    where = {"micro_batch": plan.rows, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter: Meter = make(
         config["meter"],
         flops_per_token=network.flops_per_token(plan.seq_len),
@@ -94,6 +103,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         world=world,
     )
     outlier = make(config["outlier"])
+    optimizer = engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng))
     autocast = precision.autocast(device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
@@ -104,8 +114,9 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         stream=data.train(**where, device=device, seed=run["seed"]),
         model=model,
         engine=engine,
-        optimizer=engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng)),
-        scheduler=make(config["scheduler"]),
+        optimizer=optimizer,
+        curvature=curvature_of(optimizer),
+        scheduler=_scheduler(make, config, tokens=plan.tokens),
         clip=make(config["clip"]),
         outlier=outlier,
         autocast=autocast,
@@ -114,7 +125,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         meter=meter,
         readback=Readback(functools.partial(_timing, meter, plan), device=device),
         evaluators=several["evaluate"],
-        view=View(model, engine, data, autocast, plan.micro_batch, plan.seq_len, run["seed"], plan.steps),
+        view=View(model, engine, data, autocast, plan.rows, plan.seq_len, run["seed"], plan.steps),
         emitter=Emitter(several["logger"] if rank == 0 else {}),
         store=make(config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier),
         stop=stop,
@@ -148,8 +159,15 @@ def _manifest(config: Config, s: Session) -> Config:
 def _optimizer(
     make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]
 ) -> Optimizer:
-    optimizer: Optimizer = make(node, segments=segments, rng=rng)
-    return optimizer
+    takes = frozenset(signature_of(str(node["_target_"])).parameters)
+    return assemble(segments, node=node, make=make, takes=takes, rng=rng)
+
+
+def _scheduler(make: Callable[..., Any], config: Config, *, tokens: int) -> Scheduler:
+    node = config["optimizer"]
+    factor = Options(**{name: node[name] for name in NAMES & node.keys()}).lr_factor(tokens)
+    schedule: Scheduler = make(config["scheduler"])
+    return schedule if factor == 1 else functools.partial(scaled, schedule=schedule, factor=factor)
 
 
 def _timing(meter: Meter, plan: Plan, step: int) -> Timing:
@@ -196,6 +214,7 @@ def _identity(network: nn.Module, numbers: dict[str, str], engine: Engine, run: 
         "precision": numbers["mode"],
         "fp32_matmul": numbers["fp32_matmul"],
         "deterministic": run["deterministic"],
+        "compile": run["compile"],
         "world": engine.world,
     }
     return Identity({"kind": kind, **header()}, env)

@@ -191,6 +191,11 @@ def _load_cosf() -> Callable[[float], float]:
 _cosf = _load_cosf()
 
 
+def scaled(step: int, *, schedule: Scheduler, factor: float) -> float:
+    """Return a schedule's float32 value times `factor`, as float32."""
+    return float(np.float32(schedule(step) * factor))
+
+
 def _half_cosine(r: np.float32) -> np.float32:
     angle = np.float32(math.pi * float(r))  # llm.c: double pi times float, narrowed by the call
     return _HALF * (_ONE + np.float32(_cosf(float(angle))))

@@ -9,6 +9,7 @@ Legend: B sequences, T tokens, C channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kernels = Literal["fast", "plain"]
+Linear = Callable[..., Tensor]
+"""`F.linear` or another product of its signature: what a block multiplies by its weights with."""
 
 LAYER_NORM_EPS = 1e-5  # llm.c train_gpt2.c, layernorm_forward
 GELU_CUBIC = 0.044715
