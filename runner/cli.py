@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runner import CONF, __version__
@@ -129,7 +129,7 @@ def resolve(cfg: Any) -> dict[str, Any]:
     try:
         config = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error) or [str(error)]) from error
+        raise ConfigError(list(_unresolved(cfg)) or explain(error) or [str(error)]) from error
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items() if key != "hydra"}
     problems = check(plain)
@@ -138,6 +138,22 @@ def resolve(cfg: Any) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return plain
+
+
+def _unresolved(node: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each value whose interpolation or resolver fails."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for key in node:
+        where = f"{path}.{key}" if path else str(key)
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            yield f"{where}: {str(error).splitlines()[0]} (check the ${{...}} in its value)"
+            continue
+        if OmegaConf.is_dict(value) and where != "hydra":
+            yield from _unresolved(value, where)
 
 
 def _originals(problems: list[str], cfg: Any) -> list[str]:
@@ -149,7 +165,7 @@ def _originals(problems: list[str], cfg: Any) -> list[str]:
     def repeats(line: str) -> bool:
         path = line.split(":")[0]
         group, _, key = path.rpartition(".")
-        node = OmegaConf.select(cfg, group) if group else None
+        node: Any = OmegaConf.select(cfg, group) if group else None
         if not OmegaConf.is_dict(node) or key not in node or not OmegaConf.is_interpolation(node, key):
             return False
         raw = OmegaConf.to_container(node, resolve=False)

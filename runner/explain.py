@@ -37,7 +37,7 @@ def unknown_flag(arguments: Sequence[str]) -> str | None:
     for argument in arguments:
         name = argument.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and not any(k.startswith(name) for k in known):
-            return f"{argument}: no such flag; settings are written key=value, as in train.steps=1000 (see --help)"
+            return f"{argument}: no such flag; settings are written key=value (train.steps=1000), see --help"
     return None
 
 

@@ -77,7 +77,7 @@ def settle_process(run: Config) -> None:
         os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.use_deterministic_algorithms(True)
         # Strict mode would fill every new tensor with nan, which costs a pass over memory.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     keep_freed_memory()
 
 

@@ -73,6 +73,9 @@ def claim(run: Config) -> Iterator[Path]:
     finally:
         if created:
             _remove_if_empty(folder)
+            # Only a root that holds nothing at all goes too: a mistyped command leaves no trace.
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
 
 
 def _folder(run: Config) -> tuple[Path, bool]:

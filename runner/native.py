@@ -1,9 +1,9 @@
-"""Compile the CPU kernels once per machine and load them; without a compiler, the torch paths run.
+"""Find the compiled kernels, of the CPU and of a GPU; where there are none, the torch paths run.
 
-The library lives in the user's cache under a name made of its source, flags and CPU, so that a
-changed source or another machine on the same home never picks up a wrong one. A kernel is used only
-after `runner.optimizer.adamw` and `runner.norm` found it equal, bit for bit, to their torch paths.
-`RUNNER_KERNELS=off` turns the kernels off.
+The CPU's are compiled once per machine. The library lives in the user's cache under a name made of its
+source, flags and CPU, so that a changed source or another machine on the same home never picks up a
+wrong one. It is used only where `runner.optimizer.compiled` and `runner.norm` found it equal to their
+torch paths, bit for bit. `RUNNER_KERNELS=off` turns all kernels off.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
+import importlib.util
 import logging
 import os
 import platform
@@ -19,6 +21,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +41,17 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         _log.info("CPU kernels unavailable, the slower torch paths run instead: %s", error)
         return None
+
+
+@functools.cache
+def triton_kernels() -> Any:
+    """Return the module of GPU kernels, or None where they are off or Triton is missing (logged once)."""
+    if os.environ.get("RUNNER_KERNELS", "on") == "off":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        _log.warning("Triton is not installed: updates run as many small GPU operations, with the same bits")
+        return None
+    return importlib.import_module("runner.triton_kernels")
 
 
 def in_threads(work: Callable[[int, int], None]) -> None:

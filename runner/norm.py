@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,7 +77,11 @@ class ChunkSums:
 
     def __call__(self) -> Tensor:
         """Return the sums [chunks] float64 of what the gradient holds now; the buffer is reused."""
-        kernel = _kernel() if self._gradient.device.type == "cpu" else None
+        on_cpu = self._gradient.device.type == "cpu"
+        kernel = _kernel() if on_cpu else None
+        kernels = None if on_cpu else native.triton_kernels()
+        if kernels is not None:
+            return self._sum_by_triton(kernels)
         if kernel is None:
             self._sum_by_torch()
         else:
@@ -105,6 +109,28 @@ class ChunkSums:
             for some in np.array_split(alike, -(-len(alike) * max(length, 1) // _AT_ONCE)):
                 rows = [self._gradient[at : at + length] for at in self._offset[some].tolist()]
                 self.sums[torch.from_numpy(some).to(self.sums.device)] = square_sums(torch.stack(rows))
+
+    def _sum_by_triton(self, kernels: Any) -> Tensor:
+        first, length, at, most = self._blocks
+        device = self._gradient.device
+        lanes = torch.empty(len(first), LANES, dtype=torch.float64, device=device)
+        kernels.lane_sums(self._gradient, first=first, length=length, out=lanes, block=BLOCK)
+        padded = torch.zeros(len(self._chunks) * most, dtype=torch.float64, device=device)
+        padded[at] = fold(lanes)
+        return fold(padded.view(len(self._chunks), most))
+
+    @functools.cached_property
+    def _blocks(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """First element and length of every block, and where its sum goes in [chunks, most blocks]."""
+        counts = np.maximum(1, -(-self._length // BLOCK))
+        most = int(counts.max())
+        chunk = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = self._offset[chunk] + number * BLOCK
+        length = np.minimum(BLOCK, self._length[chunk] - number * BLOCK)
+        device = self._gradient.device
+        first, length, at = (torch.from_numpy(x).to(device) for x in (first, length, chunk * most + number))
+        return first, length, at, most
 
 
 def fold(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     resumed = restored.snapshot is not None
     changes = _settle_manifest(config, s, step=restored.snapshot.step if restored.snapshot else None)
     if restored.snapshot is not None:
-        s.restore(restored.snapshot)
+        changes = [*changes, *s.restore(restored.snapshot)]
     s.emitter.open(
         RunInfo(
             name=str(config["run"]["name"] or dir.name),
@@ -173,7 +173,7 @@ def choose_device(name: str, *, rank: int) -> torch.device:
 
 def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Config) -> Identity:
     kind = {"GPT2": "gpt2"}.get(type(network).__name__, type(network).__name__.lower())
-    shape = network.header() if hasattr(network, "header") else {}
+    header: Any = getattr(network, "header", dict)
     gpu = engine.device.type == "cuda"
     env = {
         "runner": __version__,
@@ -185,7 +185,7 @@ def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Con
         "deterministic": run["deterministic"],
         "world": engine.world,
     }
-    return Identity({"kind": kind, **shape}, env)
+    return Identity({"kind": kind, **header()}, env)
 
 
 def _cpu() -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner import native
 from runner.api import State
 
 START = 13371337  # llm.c's first state on rank 0; every rank uses it here
@@ -90,17 +91,26 @@ class ModelRng:
     def update_on_device(self, count: int, *, apply: Tensor) -> Tensor:
         """Return `count` seeds int32 (the draws' bits); advance past them only if `apply` [] bool."""
         assert self._on_device is not None
-        state = self._on_device[0]
+        kernels = native.triton_kernels() if self._on_device.is_cuda else None
+        if kernels is not None:
+            pending, self._pending = self._pending, 0
+            seeds: Tensor = kernels.draws(self._on_device, pending=pending, count=count, apply=apply)
+            return seeds
+        return self._draw_by_torch(count, apply=apply)
+
+    def _draw_by_torch(self, count: int, *, apply: Tensor) -> Tensor:
+        assert self._on_device is not None
+        state = self._on_device[0].clone()
         for _ in range(self._pending):
             state, _seed = _xorshift_on_device(state)
         self._pending = 0
-        before, seeds = state, []
+        before, drawn = state, []
         for _ in range(count):
             state, seed = _xorshift_on_device(state)
-            seeds.append(seed)
+            drawn.append(seed)
         self._on_device[1] = torch.where(apply, before, self._on_device[1])
         self._on_device[0] = torch.where(apply, state, before)
-        return torch.stack(seeds).to(torch.int32)
+        return torch.stack(drawn).to(torch.int32)
 
     def state_dict(self) -> State:
         return {"state": self.state, "last_update": self.last_update}

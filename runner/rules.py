@@ -35,9 +35,10 @@ def _batch(config: Config) -> Iterator[str]:
     tokens, unit = train.get("tokens_per_step"), train["micro_batch"] * train["seq_len"] * world
     if tokens is not None and tokens % unit:
         below, above = tokens // unit * unit, (tokens // unit + 1) * unit
+        nearest = " or ".join(str(n) for n in sorted({below or above, above}))
         yield (
             f"train.tokens_per_step: {tokens} is not a multiple of micro_batch x seq_len x processes = "
-            f"{train['micro_batch']} x {train['seq_len']} x {world} = {unit}; use {' or '.join(map(str, sorted({below or above, above})))}"
+            f"{train['micro_batch']} x {train['seq_len']} x {world} = {unit}; use {nearest}"
         )
 
 

@@ -162,14 +162,22 @@ class Session:
         with self.meter.pause():
             self.emit(self.store.save(self.snapshot()))
 
-    def restore(self, found: Snapshot) -> None:
-        """Put every part where it was when `found` was written."""
+    def restore(self, found: Snapshot) -> list[str]:
+        """Put every part where it was when `found` was written; return what could not be."""
         self.engine.weights.copy_(found.weights)
         self.optimizer.load_state_dict(found.optimizer)
         self.stream.load_state_dict(found.stream)
         self.rng.load_state_dict(found.rng)
+        notes = []
         for name, part in self.parts().items():
-            if name in found.parts:
-                part.load_state_dict(found.parts[name])
+            try:
+                if name in found.parts:
+                    part.load_state_dict(found.parts[name])
+            except ValueError as error:
+                # The guard may be swapped in mid-run; anything else that does not fit is an error.
+                if name != "outlier":
+                    raise
+                notes.append(f"{error}; it starts with an empty window")
         # llm.c's own checkpoints have no side file: the step in the header is what counts.
         self.progress.step = found.step
+        return notes

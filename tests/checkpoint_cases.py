@@ -100,8 +100,9 @@ def assert_equal(a: Any, b: Any) -> None:
     elif isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
-        bits = [t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in (a, b)]
-        assert bits[0] == bits[1]
+        if a.numel():
+            bits = [t.contiguous().clone().reshape(-1).view(torch.uint8) for t in (a, b)]
+            assert torch.equal(*bits)
     elif isinstance(a, np.ndarray | np.generic):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.tobytes() == b.tobytes()

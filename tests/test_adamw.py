@@ -170,7 +170,8 @@ def test_the_branchless_path_selects_and_equals_the_branching_one(dtype: torch.d
     branching, branchless = (optimizer(dtype=dtype, master=master) for _ in range(2))
     branching.update(step=0, lr=1e-3, scale=one(0.5), apply=TRUE)
     branchless._bind()
-    step, seeds = branchless._step(0, lr=1e-3, scale=one(0.5)), branchless._rng.update(3)
+    scalars, seeds = branchless._scalars(0, lr=1e-3), branchless._rng.update(3)
+    step = reference.Step(one(0.5), *scalars.unbind())
     reference.update(branchless._parts, step=step, seeds=seeds, apply=TRUE)
     assert bits_of(branchless) == bits_of(branching)
     for segment in branchless.segments:

@@ -133,7 +133,7 @@ class WandbLogger:
             while (event := self._queue.get()) is not None:
                 wandb_run.log(_row(event))
             wandb_run.finish(exit_code=self._exit_code)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._give_up(_first_line(error))
             _release_service()
         finally:
@@ -214,12 +214,17 @@ def _resolve_mode(mode: str, *, settings: Any) -> str:
 
 
 def _netrc_has(base_url: str) -> bool:
-    import wandb.sdk.lib.wbauth as wbauth
-
+    """Whether netrc has a key, by wandb's own rule: it knows several names for its server."""
+    try:
+        from wandb.sdk.lib import wbauth
+    except ImportError:  # before wandb 0.24 moved it there
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            return netrc.netrc().authenticators(urlsplit(base_url).netloc) is not None
+        return False
     try:
         return wbauth.read_netrc_auth(host=base_url) is not None
-    except (AttributeError, ImportError):
-        return netrc.netrc(Path.home() / ".netrc").authenticators(urlsplit(base_url).netloc) is not None
+    except Exception:  # a key of the wrong form: wandb says so better when it is used
+        return True
 
 
 def _short(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -240,16 +245,22 @@ def _hint(wandb_run: Any) -> str:
     return f"wandb: look with `wandb leet {folder}`, upload with `wandb sync {folder}`"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
 
 
 def _release_service() -> None:
     """Part from a wandb service process that is dead or hangs: its exit hook would wait for ever.
 
-    Afterwards wandb can be started anew in this process.
+    Afterwards wandb can be started anew in this process. Takes two seconds at most.
     """
-    with contextlib.suppress(Exception):
+    releaser = threading.Thread(target=_kill_service, name="wandb-release", daemon=True)
+    releaser.start()
+    releaser.join(2.0)
+
+
+def _kill_service() -> None:
+    with contextlib.suppress(Exception, SystemExit):  # wandb calls sys.exit() with the service's status
         import wandb
 
         service: Any = wandb.setup().assert_service()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,8 +40,13 @@ def memory(chunk: Chunk) -> Bytes:
         return np.frombuffer(chunk, np.uint8)
     assert chunk.device.type == "cpu", "only host memory is written"
     assert chunk.is_contiguous(), "a view with gaps is not a stretch of a file"
-    flat: Bytes = chunk.detach().reshape(-1).view(torch.uint8).numpy()
-    return flat
+    flat = chunk.detach().reshape(-1)
+    if flat.numel() == 0:
+        return np.empty(0, np.uint8)
+    if flat.stride(0) != 1:  # one element of a strided tensor still counts as contiguous
+        flat = flat.clone()
+    seen: Bytes = flat.view(torch.uint8).numpy()
+    return seen
 
 
 def size_of(chunks: Iterable[Chunk]) -> int:
@@ -161,7 +167,7 @@ def free_bytes(folder: Path) -> int:
 
 def probe(folder: Path) -> None:
     """Fail now, with one line, if the folder cannot take files."""
-    path = folder / f".probe_{os.getpid()}.tmp"
+    path = folder / f".probe_{os.getpid()}_{threading.get_ident()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(path, [b"probe"])

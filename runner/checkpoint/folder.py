@@ -17,7 +17,7 @@ from runner.checkpoint import disk, llmc_format, reader, safetensors_format, sid
 
 _DONE = re.compile(r"DONE_(\d{8})")
 _FILE = re.compile(r"(?:model_(\d{8})|(?:state|extra)_(\d{8})_\d{5})\.(?:bin|safetensors|json)")
-_LEFTOVER = re.compile(r"(?:model_\d{8}|(?:state|extra)_\d{8}_\d{5}|DONE_\d{8}|\.probe_\d+)[.a-z]*\.tmp")
+_LEFTOVER = re.compile(r"(?:model_\d{8}|(?:state|extra)_\d{8}_\d{5}|DONE_\d{8}|\.probe_\d+_\d+)[.a-z]*\.tmp")
 _SUFFIXES = (llmc_format.SUFFIX, safetensors_format.SUFFIX)
 
 

@@ -25,6 +25,20 @@ class Weights(NamedTuple):
     weights: Tensor  # flat, in layout order
 
 
+def newest(folder: Path) -> tuple[Found | None, tuple[str, ...]]:
+    """Return the newest checkpoint whose files are all intact, and a line for each later one that is not."""
+    damaged: list[str] = []
+    for step in reversed(files.done_steps(folder)):
+        try:
+            found = files.inspect(folder, step)
+            files.verify(found)
+        except (ValueError, OSError) as error:
+            damaged.append(f"checkpoint {step} in {folder} is damaged: {error}")
+        else:
+            return found, tuple(damaged)
+    return None, tuple(damaged)
+
+
 def try_load(
     folder: Path, step: int, live: Snapshot, *, allow_reshard: bool, strict_env: bool
 ) -> tuple[Matched | None, str]:
@@ -38,7 +52,7 @@ def try_load(
         raise
     except (ValueError, OSError) as error:
         return None, str(error)
-    match.check_model(saved[0], live)
+    match.check_model(saved[0], live, fields=None if found.extras else saved[0].model)
     snapshot, notes = saved[0], missing(found)
     resharded = match.check_topology(snapshot, live, allow_reshard=allow_reshard)
     if resharded:

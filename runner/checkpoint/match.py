@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,13 +20,12 @@ class Matched(NamedTuple):
     resharded: bool = False
 
 
-def check_model(saved: Snapshot, live: Snapshot) -> None:
-    """Raise ValueError naming every field in which the models differ."""
+def check_model(saved: Snapshot, live: Snapshot, *, fields: Collection[str] | None = None) -> None:
+    """Raise ValueError naming every field in which the models differ; `fields` are those that were saved."""
     here = f"checkpoint {saved.step}"
-    fields = sorted(saved.model.keys() | live.model.keys())
     different = [
         f"{name} {saved.model.get(name)!r} (run: {live.model.get(name)!r})"
-        for name in fields
+        for name in sorted(saved.model.keys() | live.model.keys() if fields is None else fields)
         if saved.model.get(name) != live.model.get(name)
     ]
     if different:

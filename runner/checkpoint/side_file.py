@@ -74,7 +74,7 @@ def loads(text: str) -> Any:
         return _decode(json.loads(text, object_pairs_hook=unique, parse_constant=_refuse_constant))
     except RecursionError:
         raise ValueError("nested too deep") from None
-    except (KeyError, TypeError, AttributeError, binascii.Error, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, binascii.Error, OverflowError, struct.error) as error:
         raise ValueError(f"damaged value ({type(error).__name__}: {error})") from None
 
 

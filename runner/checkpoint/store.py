@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from annotated_types import Ge
 
 from runner.api import Event, Note, Removed, Saved, Snapshot
-from runner.checkpoint import disk, load
+from runner.checkpoint import disk, load, side_file
 from runner.checkpoint import folder as files
 from runner.checkpoint.host_copies import HostCopies
 from runner.checkpoint.job import Job, check_format, make_job
@@ -61,6 +61,7 @@ class Store:
         self.dir = Path(dir)
         self.rank, self._any_rank, self._barrier = rank, any_rank, barrier
         self.resumed_step: int | None = None
+        self._saved_step: int | None = None
         self._copies = HostCopies()
         self._flight: _Flight | None = None
         self._foreign: set[int] = set()
@@ -84,8 +85,8 @@ class Store:
         check_format(self.format, live)
         if overwrite and self.resume == "must":
             raise ValueError("run.overwrite=true starts afresh, checkpoint.resume=must continues: choose one")
-        if self.rank == 0:
-            disk.probe(self.dir)
+        side_file.dumps([live.parts, live.env, live.stream])  # fails now rather than at the first checkpoint
+        disk.probe(self.dir)
         self._barrier()
         if overwrite or self.resume == "never":
             return Restored(None, self._start_fresh(overwrite=overwrite))
@@ -143,6 +144,8 @@ class Store:
         an update. A failure is an event, never an exception: training goes on.
         """
         events = self.join()
+        if snapshot.step in (self.resumed_step, self._saved_step):
+            return events  # it is on the disk, and rewriting it would put it at risk
         start = time.perf_counter()
         copied = snapshot.weights.device.type != "cpu"
         held = self._copies.take(snapshot) if copied else snapshot
@@ -192,6 +195,8 @@ class Store:
         start = time.perf_counter()
         flight.writing.wait()
         events = self._complete(flight.step, flight.writing)
+        if events is None:
+            self._saved_step = flight.step
         blocked_ms = 1000 * (flight.blocked_s + time.perf_counter() - start)
         if self.rank == 0 and events is None:
             path = str(files.done_path(self.dir, flight.step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ from typing import Any
 from runner.data.build import Document, build, thread_count
 from runner.data.manifest import Manifest, read_manifest
 from runner.data.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 def cache_folder(cache: str | None) -> Path:
@@ -42,6 +45,7 @@ def cached(
     folder = cache_folder(cache) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     manifest = _complete(folder)
     if manifest is None:
+        _log.info("tokenising %s into %s", name, folder)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from runner.data.build import Document
 from runner.data.cache import cached
@@ -35,7 +35,7 @@ class Moby:
         *,
         tokenizer: str = "byte",
         order: Literal["shuffle", "sequential", "windows"] = "shuffle",
-        seed: Annotated[int, Ge(0)] | None = None,
+        seed: Annotated[int, Ge(0), Le(2147483647)] | None = None,
         prefetch: Annotated[int, Ge(0)] | None = None,
         cache: str | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Text:
         separator: str | None = None,
         val_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1,
         order: Literal["shuffle", "sequential", "windows"] = "shuffle",
-        seed: Annotated[int, Ge(0)] | None = None,
+        seed: Annotated[int, Ge(0), Le(2147483647)] | None = None,
         prefetch: Annotated[int, Ge(0)] | None = None,
         cache: str | None = None,
     ) -> None:
@@ -147,8 +147,9 @@ class Text:
         for name, entry in manifest["splits"].items():
             if not entry["shards"]:
                 raise ValueError(
-                    f"data.path={self._path!r} leaves nothing for {name} at val_fraction={self._val_fraction}: "
-                    "provide more text or another data.separator"
+                    f"data.path={self._path!r} leaves nothing for {name} at data.val_fraction="
+                    f"{self._val_fraction}: "
+                    "give more text or another data.separator"
                 )
         return _files(str(folder), manifest)
 
@@ -168,7 +169,7 @@ class Shards:
         vocab_size: Annotated[int, Ge(1)] = 50257,
         tokenizer: str | None = None,
         order: Literal["shuffle", "sequential", "windows"] = "shuffle",
-        seed: Annotated[int, Ge(0)] | None = None,
+        seed: Annotated[int, Ge(0), Le(2147483647)] | None = None,
         prefetch: Annotated[int, Ge(0)] | None = None,
     ) -> None:
         self._tokenizer = tokenizer_for(tokenizer) if tokenizer is not None else None

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -40,15 +41,12 @@ def read_texts(path: Path, *, field: str = "text", separator: str | None = None)
     `.jsonl` (one object a line, its `field`), `.parquet` and folders written by `save_to_disk` (their
     column `field`); anything else is UTF-8 text, cut at `separator` or whole. `.gz` is unpacked.
     """
-    name = path.name.removesuffix(".gz")
-    if path.is_dir():
-        yield from _dataset_texts(path, field)
-    elif name.endswith(".parquet"):
-        yield from _parquet_texts(path, field)
-    elif name.endswith((".jsonl", ".ndjson")):
-        yield from _json_texts(path, field)
-    else:
-        yield from _plain_texts(path, separator)
+    try:
+        yield from _texts_by_kind(path, field, separator)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def assign(
@@ -85,15 +83,24 @@ def _open(path: Path) -> IO[str]:
     return path.open(encoding="utf-8", newline="")
 
 
+def _texts_by_kind(path: Path, field: str, separator: str | None) -> Iterator[str]:
+    name = path.name.removesuffix(".gz")
+    if path.is_dir():
+        yield from _dataset_texts(path, field)
+    elif name.endswith(".parquet"):
+        yield from _parquet_texts(path, field)
+    elif name.endswith((".jsonl", ".ndjson")):
+        yield from _json_texts(path, field)
+    else:
+        yield from _plain_texts(path, separator)
+
+
 def _plain_texts(path: Path, separator: str | None) -> Iterator[str]:
     with _open(path) as file:
-        try:
-            if separator is None:
-                yield from filter(None, [file.read()])
-            else:
-                yield from _pieces(file, separator)
-        except (UnicodeDecodeError, OSError, EOFError) as error:
-            raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+        if separator is None:
+            yield from filter(None, [file.read()])
+        else:
+            yield from _pieces(file, separator)
 
 
 def _pieces(file: IO[str], separator: str) -> Iterator[str]:
@@ -107,13 +114,16 @@ def _pieces(file: IO[str], separator: str) -> Iterator[str]:
 
 def _json_texts(path: Path, field: str) -> Iterator[str]:
     with _open(path) as file:
-        number = 0
-        try:
-            for number, line in enumerate(file, start=1):  # noqa: B007  (the handler names the line)
-                if line.strip():
-                    yield _text_of(json.loads(line), field)
-        except (ValueError, OSError, EOFError) as error:
-            raise ValueError(f"{path}: line {max(1, number)}: {error}") from None
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _json_text(line, field, where=f"{path}: line {number}")
+
+
+def _json_text(line: str, field: str, *, where: str) -> str:
+    try:
+        return _text_of(json.loads(line), field)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _parquet_texts(path: Path, field: str) -> Iterator[str]:

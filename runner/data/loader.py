@@ -74,15 +74,18 @@ class Loader:
         self._source.close()
 
     def _read(self) -> _Read:
-        tensor = _to_tensor(self._source.take(), pin=self._device.type == "cuda")
+        tensor = _to_tensor(self._source.take(), device=self._device)
         return _Read(tensor, self._source.state_dict(), self._source.position)
 
 
-def _to_tensor(pair: Pair, *, pin: bool) -> torch.Tensor:
+def _to_tensor(pair: Pair, *, device: torch.device) -> torch.Tensor:
     import torch
 
     tensor = torch.from_numpy(pair)
-    return tensor.pin_memory() if pin else tensor
+    if device.type != "cuda":
+        return tensor
+    with torch.cuda.device(device):  # a new thread stands on device 0 and would open a context there
+        return tensor.pin_memory()
 
 
 class _Ahead:

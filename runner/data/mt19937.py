@@ -73,15 +73,22 @@ def permutation(twister: Twister, n: int) -> NDArray[np.int32]:
 
     by_choice = np.sort((chosen << 32) | np.arange(n))
     entry, step = (by_choice >> 32).astype(np.int32), by_choice.astype(np.uint32).astype(np.int32)
-    again = entry[1:] == entry[:-1]
-    earlier = np.full(n, -1, np.int32)  # the last step before this one that chose the same entry
-    earlier[step[:-1][again]] = step[1:][again]
+    new_entry = np.concatenate(([True], entry[1:] != entry[:-1]))
+    before = np.full(n, -1, np.int32)  # the step before this one that chose the same entry
+    again = np.flatnonzero(~new_entry)
+    before[step.take(again - 1)] = step.take(again)
 
-    first = np.concatenate(([True], ~again))
-    target, link = entry[first], step[first]
-    link = np.where(link == target, earlier[link], link)  # a step that chose its own entry moved nothing
-    held = np.arange(n, dtype=np.int32)  # what entry i held just before step i, after the loop
-    held[target[link >= 0]] = link[link >= 0]
-    while not np.array_equal(further := held[held], held):
+    first = np.flatnonzero(new_entry)
+    target, link = entry.take(first), step.take(first)  # the last step that chose each entry ...
+    itself = np.flatnonzero(link == target)  # ... but one that chose its own entry moved nothing
+    link[itself] = before.take(link.take(itself))
+    moved = np.flatnonzero(link >= 0)
+    held = np.arange(n, dtype=np.int32)  # what entry i held just before step i, once followed to the end
+    held[target.take(moved)] = link.take(moved)
+    while not np.array_equal(further := held.take(held), held):
         held = further
-    return np.where(earlier >= 0, held[earlier], chosen.astype(np.int32))
+
+    result = chosen.astype(np.int32)
+    again = np.flatnonzero(before >= 0)
+    result[again] = held.take(before.take(again))
+    return result

@@ -60,13 +60,12 @@ def read_header(path: Path) -> Shard:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            header = np.frombuffer(file.read(HEADER_BYTES), "<i4", count=-1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it ends inside its header"
-        raise ValueError(f"{path}: cannot be read as a token shard: {reason}") from None
-    if size < HEADER_BYTES:
+            header = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read as a token shard: {error.strerror}") from None
+    if len(header) < HEADER_BYTES:
         raise ValueError(f"{path}: {size} bytes, shorter than a shard's header of {HEADER_BYTES} bytes")
-    magic, version, tokens = (int(word) for word in header[:3])
+    magic, version, tokens = (int(word) for word in np.frombuffer(header, "<i4", count=3))
     layout = _LAYOUTS.get(magic)
     if layout is None:
         kind = f" ({_OTHER_FILES[magic]})" if magic in _OTHER_FILES else ""
@@ -128,8 +127,11 @@ class ShardReader:
         """Return `count` tokens from position `start` of shard `index`."""
         shard = self.shards[index]
         assert 0 <= start <= shard.tokens - count, (shard, start, count)
-        tokens = np.empty(count, shard.dtype)
-        fill_from(self._file(index), as_bytes(tokens), HEADER_BYTES + start * shard.dtype.itemsize)
+        size = count * shard.dtype.itemsize
+        raw = read_exactly(
+            self._file(index), size, HEADER_BYTES + start * shard.dtype.itemsize, path=shard.path
+        )
+        tokens: Tokens = np.frombuffer(raw, shard.dtype)
         if self._limit is not None:
             require_range(tokens, self._limit, path=shard.path, start=start)
         return tokens
@@ -153,14 +155,18 @@ def as_bytes(array: NDArray[Any]) -> memoryview:
     return array.view(np.uint8).data
 
 
-def fill_from(file: int, buffer: memoryview, offset: int) -> None:
-    """Fill `buffer` from byte `offset` of an open file; OSError if the file ends first."""
-    done = 0
-    while done < len(buffer):
-        got = os.preadv(file, [buffer[done:]], offset + done)
-        if got == 0:
-            raise OSError(f"file ended at byte {offset + done} while {len(buffer) - done} more were expected")
-        done += got
+def read_exactly(file: int, size: int, offset: int, *, path: Path) -> bytes:
+    """Return `size` bytes from `offset` of an open file; OSError naming it if it ends first."""
+    parts: list[bytes] = []
+    while size > 0:
+        part = os.pread(file, size, offset)
+        if not part:
+            raise OSError(
+                f"{path}: ended at byte {offset} while it was read: it is shorter than at the start"
+            )
+        parts.append(part)
+        size, offset = size - len(part), offset + len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def require_range(tokens: Tokens, limit: int, *, path: Path, start: int) -> None:

@@ -172,6 +172,8 @@ class ShardSource:
             current=self._shape.samples(shard.tokens),
             way_out=_SAME_FILES,
         )
+        if not np.array_equal(np.sort(sample_order), np.arange(len(sample_order))):
+            raise ValueError("saved data position is damaged: its order of samples is no permutation")
         self._twister.from_bytes(bytes(state["twister"]))
         self._sample_order = sample_order
 

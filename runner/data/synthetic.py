@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from runner.data.loader import Loader
@@ -38,7 +38,7 @@ class Markov:
     tokenizer: Tokenizer | None = None
     entropy = -sum(p * math.log(p) for p in SUCCESSOR_PROBABILITIES)  # 1.20797, whatever the table
 
-    def __init__(self, *, seed: Annotated[int, Ge(0)] | None = None) -> None:
+    def __init__(self, *, seed: Annotated[int, Ge(0), Le(2147483647)] | None = None) -> None:
         self._seed = seed
 
     def check(self, *, micro_batch: int, seq_len: int, world: int, vocab_size: int | None) -> list[str]:
@@ -73,7 +73,7 @@ class Induction:
     tokenizer: Tokenizer | None = None
     entropy = math.log(SYMBOLS)  # of a token of the first half
 
-    def __init__(self, *, seed: Annotated[int, Ge(0)] | None = None) -> None:
+    def __init__(self, *, seed: Annotated[int, Ge(0), Le(2147483647)] | None = None) -> None:
         self._seed = seed
 
     def check(self, *, micro_batch: int, seq_len: int, world: int, vocab_size: int | None) -> list[str]:

@@ -117,7 +117,8 @@ class RowSource:
         first = batch * self._shape.micro_batch
         chosen = [self._rows[(first + row) % len(self._rows)] for row in range(self._shape.micro_batch)]
         self._batches += 1
-        pair, self._position = _read_rows(self._reader, self._shape, chosen)
+        pair, position = _read_rows(self._reader, self._shape, chosen)
+        self._position = position._replace(epoch=first // len(self._rows))
         return pair
 
     def state_dict(self) -> State:

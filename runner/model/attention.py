@@ -64,11 +64,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, kernels: Kernels, dropout: flo
         k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
     whole = q.shape[2] == k.shape[2]
     if whole and dropout == 0.0 and is_fast(q, kernels):
-        y: Tensor = _BlockCausal.apply(q, k, v)
+        y: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
         return y
     if whole and kernels == "fast" and q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     return _plain(q, k, v, dropout=dropout)
+
+
+def split_heads(qkv: Tensor, *, heads: int, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+    """Part [B, T, 3C] into queries, keys and values [B, H, T, D]."""
+    if is_fast(qkv, kernels):
+        q, k, v = _SplitHeads.apply(qkv, heads)  # type: ignore[no-untyped-call]
+        return q, k, v
+    B, T, _ = qkv.shape
+    q, k, v = qkv.view(B, T, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+class _SplitHeads(torch.autograd.Function):
+    """One copy in each direction, into the layout that the next matrix product reads."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+        B, T, _ = qkv.shape
+        parts = qkv.view(B, T, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
+        return parts[0], parts[1], parts[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        B, H, T, D = gradients[0].shape
+        packed = gradients[0].new_empty(B, T, 3, H, D)
+        for i, gradient in enumerate(gradients):
+            packed[:, :, i] = gradient.transpose(1, 2)
+        return packed.view(B, T, 3 * H * D), None
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
@@ -108,15 +136,20 @@ class _BlockCausal(torch.autograd.Function):
         dy = dy.reshape(B * H, T, D)
         total = torch.promote_types(q.dtype, torch.float32)  # sums over blocks of queries
         dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=total) for x in (k, v))
-        for start in range(0, T, BLOCK):
+        dk, dv = torch.empty(0), torch.empty(0)
+        for start in reversed(range(0, T, BLOCK)):  # the last block sees every key
             end = min(start + BLOCK, T)
             weights = kept[start // BLOCK] if kept else _weights(q, k, start=start, end=end)
             dweights = torch.bmm(dy[:, start:end], v[:, :end].transpose(1, 2))
             dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
             dq[:, start:end] = torch.bmm(dscores, k[:, :end])
-            dk[:, :end] += torch.bmm(dscores.transpose(1, 2), q[:, start:end])
-            dv[:, :end] += torch.bmm(weights.transpose(1, 2), dy[:, start:end])
+            dk_part = torch.bmm(dscores.transpose(1, 2), q[:, start:end])
+            dv_part = torch.bmm(weights.transpose(1, 2), dy[:, start:end])
+            if end == T:
+                dk, dv = dk_part.to(total), dv_part.to(total)
+            else:
+                dk[:, :end] += dk_part
+                dv[:, :end] += dv_part
         heads = (B, H, T, D)
         return dq.mul_(scale).view(heads), dk.mul_(scale).to(k.dtype).view(heads), dv.to(v.dtype).view(heads)
 

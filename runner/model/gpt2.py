@@ -18,12 +18,18 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from runner.model.attention import Cache, LayerCache, attention
+from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.init import STD, normal_, residual_std
 from runner.model.layers import Kernels, gelu, layer_norm
 from runner.model.loss import head_loss
 
 PADDING = 128  # llm.c pads the vocabulary to a multiple of 128
+
+
+def check_length(tokens: int, *, limit: int) -> None:
+    """Raise ValueError if a sequence is longer than the model can read."""
+    if tokens > limit:
+        raise ValueError(f"sequence of {tokens} tokens is longer than model.max_seq_len={limit}")
 
 
 class Embedding(nn.Module):
@@ -68,8 +74,8 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, cache: LayerCache | None) -> Tensor:
         B, T, C = x.shape
-        qkv = F.linear(x, self.qkvw, self.qkvb).view(B, T, 3, self.heads, C // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        qkv = F.linear(x, self.qkvw, self.qkvb)
+        q, k, v = split_heads(qkv, heads=self.heads, kernels=self.kernels)
         if cache is not None:
             k, v = cache.append(k, v)
         y = attention(q, k, v, kernels=self.kernels, dropout=self.dropout if self.training else 0.0)
@@ -140,6 +146,7 @@ class GPT2(nn.Module):
         normal_(self.embed.wte[: self.vocab_size], std=STD, generator=generator)
         normal_(self.embed.wpe, std=STD, generator=generator)
         for block in self.blocks:
+            assert isinstance(block, Block)
             normal_(block.qkvw, std=STD, generator=generator)
             normal_(block.attprojw, std=residual_std(self.layers), generator=generator)
             normal_(block.fcw, std=STD, generator=generator)
@@ -155,10 +162,7 @@ class GPT2(nn.Module):
     ) -> Tensor:
         """Return logits [B, T, V] without targets; the mean loss [] or losses [B, T] fp32 with them."""
         start = cache.length if cache is not None else 0
-        if start + tokens.shape[1] > self.max_seq_len:
-            raise ValueError(
-                f"sequence of {start + tokens.shape[1]} tokens is longer than model.max_seq_len={self.max_seq_len}"
-            )
+        check_length(start + tokens.shape[1], limit=self.max_seq_len)
         x = F.dropout(self.embed(tokens, start=start), self.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache.layers[i] if cache is not None else None)

@@ -116,7 +116,8 @@ def _few_normals(count: int, *, std: np.float32, generator: torch.Generator) -> 
 
 def normal_(out: Tensor, *, std: float, generator: torch.Generator) -> None:
     """Fill a contiguous fp32 CPU tensor with N(0, std), the bits of rand.h's `normal_`."""
-    assert out.is_contiguous() and out.dtype == torch.float32 and out.device.type == "cpu"
+    assert out.is_contiguous()
+    assert (out.dtype, out.device.type) == (torch.float32, "cpu")
     flat, narrow_std = out.detach().view(-1), np.float32(std)
     if len(flat) < 16:
         flat.copy_(torch.from_numpy(_few_normals(len(flat), std=narrow_std, generator=generator)))

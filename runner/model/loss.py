@@ -36,11 +36,11 @@ def head_loss(
         return losses.mean() if reduction == "mean" else losses
     flat_x, flat_targets = x.flatten(0, -2), targets.flatten()
     if wants_gradient:
-        loss: Tensor = _ChunkedLoss.apply(flat_x, head, flat_targets, chunk, z_loss)
+        loss: Tensor = _ChunkedLoss.apply(flat_x, head, flat_targets, chunk, z_loss)  # type: ignore[no-untyped-call]
         return loss
     parts = [
         _losses(F.linear(rows, head).float(), ids, z_loss=z_loss)[0]
-        for rows, ids in zip(flat_x.split(chunk), flat_targets.split(chunk), strict=True)
+        for rows, ids in zip(torch.split(flat_x, chunk), torch.split(flat_targets, chunk), strict=True)
     ]
     losses = torch.cat(parts)
     return losses.mean() if reduction == "mean" else losses.view_as(targets)
@@ -77,7 +77,7 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         )
         weight, count = head.to(dtype), len(targets)
-        dx, dhead = torch.empty_like(x), None
+        dx, dhead = torch.empty_like(x), torch.empty(0)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, count, chunk):
             rows, ids = x[start : start + chunk].to(dtype), targets[start : start + chunk]
@@ -89,7 +89,7 @@ class _ChunkedLoss(torch.autograd.Function):
             gradient = gradient.to(dtype)
             dx[start : start + chunk] = gradient @ weight
             part = gradient.t() @ rows
-            dhead = part.to(head.dtype) if dhead is None else dhead.add_(part)
+            dhead = part.to(head.dtype) if start == 0 else dhead.add_(part)
         ctx.save_for_backward(dx.div_(count), dhead.div_(count))
         return total / count
 

@@ -10,7 +10,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from runner import arena
+from runner import arena, native
 from runner.api import Segment, State
 from runner.optimizer import compiled, reference
 from runner.optimizer.groups import DECAYED
@@ -59,14 +59,18 @@ class AdamW:
     def update(self, *, step: int, lr: float, scale: Tensor, apply: Tensor) -> None:
         """Apply one update; with `apply` [] false no bit of weights, state or generator changes."""
         self._bind()
+        scalars = self._scalars(step, lr=lr)
         if self._device.type == "cpu":
             if bool(apply):
-                self._update_on_cpu(self._step(step, lr=lr, scale=scale))
+                self._update_on_cpu(Step(scale, *scalars.unbind()))
             return
         seeds = self._rng.update_on_device(len(self._parts), apply=apply)
-        reference.update(
-            self._parts, step=self._step(step, lr=lr, scale=scale), seeds=list(seeds.unbind()), apply=apply
-        )
+        kernels = native.triton_kernels()
+        if kernels is None:
+            update = Step(scale, *scalars.unbind())
+            reference.update(self._parts, step=update, seeds=list(seeds.unbind()), apply=apply)
+        else:
+            kernels.adamw(self._parts, scalars=scalars, scale=scale, seeds=seeds, apply=apply)
 
     def state_dict(self) -> State:
         """Return the live flat buffers: "m", "v" and, with a master copy, "master"."""
@@ -108,9 +112,9 @@ class AdamW:
         else:
             reference.update(self._parts, step=step, seeds=seeds)
 
-    def _step(self, step: int, *, lr: float, scale: Tensor) -> Step:
+    def _scalars(self, step: int, *, lr: float) -> Tensor:
+        """Return lr, both betas, their corrections 1 - beta^t in fp32 and eps on the device, as [6]."""
         one, t = np.float32(1), step + 1
-        beta1, beta2 = self._betas
-        corrections = (one - np.float32(float(beta) ** t) for beta in (beta1, beta2))
-        values = np.array([lr, beta1, beta2, *corrections, self._eps], dtype=np.float32)
-        return Step(scale, *torch.from_numpy(values).to(self._device, non_blocking=True).unbind())
+        corrections = (one - np.float32(float(beta) ** t) for beta in self._betas)
+        values = np.array([lr, *self._betas, *corrections, self._eps], dtype=np.float32)
+        return torch.from_numpy(values).to(self._device, non_blocking=True)

@@ -6,8 +6,8 @@ added, is the reducer's business (`runner.parallel.reduce`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from runner import arena, norm
 from runner.api import Optimizer, Role, Segment, Slot
 from runner.optimizer.groups import roles_of
 from runner.parallel import collective
+from runner.parallel.gradient import Gradients
 from runner.parallel.layout import Placed, layout_of
 from runner.parallel.reduce import Reduce, Reducer, Setting, check_reduce, reducer_of
 from runner.parallel.shard import Sharded, check_divisible
@@ -64,12 +65,17 @@ class Flat:
         self.weights = arena.zeros(layout.numel, dtype=layout.dtype, device=self.device)
         self.gradient = arena.zeros(layout.numel, device=self.device)
         for placed in layout.placed:
-            _move(placed, weights=self.weights, gradient=self.gradient)
+            _move(placed, weights=self.weights)
         collective.broadcast([self.weights, *model.buffers()], world=self.world)
         self._segments = _segments(self, roles=roles_of(model))
         self._sums = norm.ChunkSums(self._own_chunks(), gradient=self.gradient)
+        self._gradients = Gradients(layout, flat=self.gradient)  # its hooks run before the reducer's
         self._reducer: Reducer | None = reducer_of(
-            layout, gradient=self.gradient, reduce=self._reduce, setting=self._setting
+            layout,
+            gradient=self.gradient,
+            clear=self._gradients.clear,
+            reduce=self._reduce,
+            setting=self._setting,
         )
         return model
 
@@ -93,11 +99,15 @@ class Flat:
         return Sharded(inner, layout=self._layout, weights=self.weights, rank=self.rank, world=self.world)
 
     def zero_grad(self) -> None:
-        self.gradient.zero_()
+        """Start a step's gradient; the buffer is valid again after the first micro-batch."""
+        self._gradients.clear()
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Wrap forward and backward of one micro-batch; gradients travel while backward runs."""
-        return nullcontext() if self._reducer is None else self._reducer.micro_batch(last=last)
+        with nullcontext() if self._reducer is None else self._reducer.micro_batch(last=last):
+            yield
+            self._gradients.settle()
 
     def finish_gradient_sync(self) -> None:
         """Return once the gradient is the mean over micro-batches and ranks (its own part, if sharded)."""
@@ -135,6 +145,7 @@ class Flat:
 
     def close(self) -> None:
         """Take the hooks off the model; the process group is its maker's to destroy."""
+        self._gradients.close()
         if self._reducer is not None:
             self._reducer.close()
 
@@ -169,21 +180,10 @@ def _segments(engine: Flat, *, roles: dict[str, Role]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _move(placed: Placed, *, weights: Tensor, gradient: Tensor) -> None:
-    """Make one parameter and its gradient views of the flat buffers."""
+def _move(placed: Placed, *, weights: Tensor) -> None:
+    """Make one parameter a view of the flat weights."""
     parameter = placed.parameter
     at = slice(placed.offset, placed.offset + placed.numel)
     home = weights[at].view(parameter.shape)
     home.copy_(parameter.detach())
     parameter.data = home
-    main = gradient[at].view(parameter.shape)
-    if parameter.dtype == main.dtype:
-        parameter.grad = main
-        return
-
-    def add_to_main(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        main.add_(parameter.grad)
-        parameter.grad = None
-
-    parameter.register_post_accumulate_grad_hook(add_to_main)  # type: ignore[no-untyped-call]

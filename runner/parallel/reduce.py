@@ -52,10 +52,12 @@ class Reducer(Protocol):
     def close(self) -> None: ...
 
 
-def reducer_of(layout: Layout, *, gradient: Tensor, reduce: Reduce, setting: Setting) -> Reducer | None:
+def reducer_of(
+    layout: Layout, *, gradient: Tensor, clear: Callable[[], None], reduce: Reduce, setting: Setting
+) -> Reducer | None:
     """Return what `reduce` asks for; None where accumulating in place is all there is to do."""
     if reduce == "canonical":
-        return Canonical(layout, gradient=gradient, setting=setting)
+        return Canonical(layout, gradient=gradient, clear=clear, setting=setting)
     return None if setting.world == 1 else Native(layout, gradient=gradient, setting=setting)
 
 
@@ -149,8 +151,10 @@ class Native:
 class Canonical:
     """One fixed tree over all micro-batches of all ranks; each rank adds its 1/world of every message."""
 
-    def __init__(self, layout: Layout, *, gradient: Tensor, setting: Setting) -> None:
-        self._gradient, self._setting = gradient, setting
+    def __init__(
+        self, layout: Layout, *, gradient: Tensor, clear: Callable[[], None], setting: Setting
+    ) -> None:
+        self._gradient, self._clear, self._setting = gradient, clear, setting
         self._buckets = plan(layout, world=setting.world, bucket_mb=setting.bucket_mb)
         shapes = [(setting.world, bucket.width) for bucket in self._buckets]
         self._sent, self._received = ([gradient.new_zeros(shape) for shape in shapes] for _ in range(2))
@@ -160,7 +164,7 @@ class Canonical:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:  # each travels: `last` changes nothing here
-        self._gradient.zero_()
+        self._clear()
         self._order.begin()
         yield
         self._order.end()

@@ -1,0 +1,182 @@
+"""What a person types: every mistake is one clear line, exit 2, and nothing is created."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner import __version__
+from runner.cli import run_command
+from tests.commands import ROOT, SMALL, environment, run
+
+MISTAKES = {
+    "scheduler=wsdd": "scheduler: no option 'wsdd'; choose one of constant, cosine",
+    "train.stepz=10": "train.stepz: no such option (did you mean train.steps?)",
+    "+train.stepz=10": "train.stepz: no such option (did you mean train.steps?)",
+    "train.steps=abc": "train.steps: expected a whole number, got 'abc'",
+    "train.steps=-1": "train.steps: must be >= 1, got -1",
+    "train.steps=1e3": "train.steps: expected a whole number, got 1000.0 (write 1000)",
+    "train.steps=": "train.steps: expected a whole number, got ''",
+    "optimizer.lr=nan": "optimizer.lr: must be a finite number, got nan",
+    "optimizer.lr=fast": "optimizer.lr: expected a number, got 'fast'",
+    "clip.max_norm=-1": "clip.max_norm: must be > 0, got -1",
+    "scheduler=null": "scheduler: expected the name of an option, got null; choose one of",
+    "train=5": "train: expected the name of an option, got 5",
+    "logger=[nope]": "logger: no option 'nope'; choose one of",
+    "train.tokens_per_step=1000": "train.tokens_per_step: 1000 is not a multiple of",
+    "model.heads=3": "model.heads: 3 does not divide model.width 128",
+    "run.root=/proc/nowhere": "run.root: cannot write to",
+    "run.name=a/../b": "run.name: 'a/../b' is not a folder name",
+    "run.device=tpu": "run.device: no device is called 'tpu'",
+    "run.tags=x": "run.tags: expected a list, got 'x'",
+    "optimizer._target_=os.system": "optimizer._target_: 'os.system' is outside the trusted packages",
+    "+logger.x._target_=acme.Logger": "logger.x._target_: 'acme.Logger' is outside the trusted packages",
+    "train.steps=1,2": "train.steps: '1,2' is several values; add -m",
+    "foo=1": "foo: no such option",
+    "+foo=1": "foo: no such option",
+    "scheduler.warmup_steps=-5": "scheduler.warmup_steps: must be >= 0, got -5",
+    "scheduler.total_steps=10": "scheduler: ",
+    "--stepz": "--stepz: no such flag",
+    "run.name=a b=c": "run.name: cannot read the value 'a b=c'; quote it",
+    "train.steps=${nowhere}": "train.steps: ",
+}
+
+
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner", argument])
+    assert run_command([argument]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"runner: error: {MISTAKES[argument]}"), lines[0]
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_several_mistakes_come_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "train.steps=abc",
+        "model.heads=3",
+        "clip.max_norm=x",
+        "data=shards",
+        "data.val=x",
+        "data.train=y*",
+    ]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner", *arguments])
+    assert run_command(arguments) == 2
+    assert len(capsys.readouterr().err.splitlines()) >= 3
+
+
+def shard(path: Path, tokens: list[int], *, count: int | None = None) -> Path:
+    header = struct.pack("<3i", 20240520, 1, len(tokens) if count is None else count).ljust(1024, b"\0")
+    path.write_bytes(header + np.array(tokens, dtype="<u2").tobytes())
+    return path
+
+
+def data_mistake(tmp_path: Path, train: str, *more: str) -> str:
+    val = shard(tmp_path / "val.bin", [1] * 5000)
+    arguments = [
+        "data=shards",
+        f"data.train={train}",
+        f"data.val={val}",
+        f"run.root={tmp_path / 'out'}",
+        *more,
+    ]
+    printed = run(*arguments, cwd=tmp_path, code=2)
+    lines = [line for line in printed.splitlines() if line]
+    assert len(lines) == 1, printed
+    assert not (tmp_path / "out").exists()
+    return lines[0]
+
+
+def test_bad_shards_are_named(tmp_path: Path) -> None:
+    assert "missing*.bin" in data_mistake(tmp_path, str(tmp_path / "missing*.bin"))
+    cut = shard(tmp_path / "cut.bin", [1] * 5000, count=6000)
+    line = data_mistake(tmp_path, str(cut))
+    assert "cut.bin" in line
+    assert "13024" in line or "6000" in line
+    over = shard(tmp_path / "over.bin", [1] * 4000 + [60000] + [1] * 999)
+    line = data_mistake(tmp_path, str(over))
+    assert "over.bin" in line
+    assert "60000" in line
+    short = shard(tmp_path / "short.bin", [1] * 100)
+    line = data_mistake(tmp_path, str(short))
+    assert "short.bin" in line
+    assert "100" in line
+
+
+def test_a_yaml_mistake_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ntrain:\n  steps: [1, 2\nrun: {}\n"
+    )
+    printed = run("--config-dir", str(tmp_path), "+experiment=mine", cwd=tmp_path, code=2)
+    assert len(printed.splitlines()) == 1
+    assert "mine.yaml:4" in printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not allow mounts")
+    try:
+        (disk / "filler").write_bytes(b"\0" * 60000)
+        printed = run(*SMALL, f"run.root={disk}", cwd=tmp_path, code=2)
+        assert len(printed.splitlines()) == 1
+        assert "no space left" in printed
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_version_help_and_config_need_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from runner.cli import run_command\n"
+        "sys.argv = ['runner', *sys.argv[1:]]\n"
+        "rc = run_command(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules and 'wandb' not in sys.modules, 'imported too much'\n"
+        "sys.exit(rc)"
+    )
+    for argument, text, expected in (
+        ("--version", f"runner {__version__}", 0),
+        ("--help", "scheduler", 0),
+        ("train.steps=-1", "must be >= 1", 2),
+    ):
+        process = subprocess.run(
+            [sys.executable, "-c", code, argument],
+            env=environment(),
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        assert process.returncode == expected, process.stdout
+        assert text in process.stdout
+    printed = run("--cfg", "job", "scheduler=wsd", cwd=tmp_path)
+    assert "_target_: runner.scheduler.wsd" in printed
+
+
+def test_every_key_of_the_packaged_configuration_is_explained() -> None:
+    """A newcomer reads the YAML: each key of each group says its unit, its choices or its source."""
+    for path in sorted((ROOT / "conf").rglob("*.yaml")):
+        if path.parent.name in ("experiment", "sweep", "hydra", "launcher", "sweeper"):
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line and not line.startswith(
+                ("#", " ", "_target_", "{", "defaults", "run:", "hydra:", "sweep:")
+            ):
+                assert "#" in line, f"{path.relative_to(ROOT)}: {line}"
