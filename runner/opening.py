@@ -40,7 +40,7 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
         changes = [*changes, *s.restore(restored.snapshot)]
     s.emitter.open(
         RunInfo(
-            name=str(config["run"]["name"] or dir.name),
+            name=str(config["run"]["label"] or config["run"]["name"] or dir.name),
             dir=dir,
             config=config,
             manifest=manifest.read(dir) or {},

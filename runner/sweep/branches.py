@@ -1,0 +1,1 @@
+def run_branches(composer, parsed, *, processes): raise NotImplementedError

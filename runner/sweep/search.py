@@ -1,0 +1,1 @@
+def run_search(composer, parsed, *, processes): raise NotImplementedError
