@@ -38,7 +38,7 @@ class Teller:
 
     def retried(self, cell: Cell, result: Result) -> None:
         """Tell of a cell that failed and is tried again."""
-        self.line(f"#{cell.number} {result.message}; tried again")
+        self.line(f"#{cell.number} {clipped(result.message)}; tried again")
 
     def ended(self, cell: Cell, result: Result, *, seconds: float) -> None:
         """Tell how a cell ended, and how long the rest will take."""
@@ -49,7 +49,7 @@ class Teller:
         self._seconds.append(seconds)
         text = f"#{cell.number} {_word(result)} ({self._done}/{self._total}{self._left()}) {_facts(cell, result)}"
         if result.failed:
-            text += f" | {result.message or result.status} | log: {short(cell.folder / 'console.log')}"
+            text += f" | {clipped(result.message or result.status)} | log: {short(cell.folder / 'console.log')}"
         self.line(text)
 
     def interrupted(self, running: int, *, again: bool) -> None:
@@ -64,7 +64,7 @@ class Teller:
             self.line(f"{len(bad)} of {self._total} cells failed:")
         for cell, result in bad:
             log = short(cell.folder / "console.log")
-            self.line(f"  #{cell.number} {cell.label}: {result.message or result.status}; log: {log}")
+            self.line(f"  #{cell.number} {cell.label}: {clipped(result.message or result.status)}; log: {log}")
 
     def _left(self) -> str:
         left = self._total - self._done
@@ -95,3 +95,8 @@ def _word(result: Result) -> str:
 def _facts(cell: Cell, result: Result) -> str:
     val = "" if math.isnan(result.val_loss) else f"val={result.val_loss:.4g}"
     return f"{cell.label} {val}".strip()
+
+
+def clipped(text: str) -> str:
+    """Return one line of a message that may be long; all of it is in the log."""
+    return text if len(text) <= 160 else f"{text[:157]}..."
