@@ -84,7 +84,7 @@ def test_shards_are_the_documents_eot_first(tmp_path, name, workers):
     assert hashes(tmp_path / "out") == hashes(tmp_path / "other") == before
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=20),
     shard_tokens=st.integers(1, 50),
@@ -202,12 +202,14 @@ def test_bad_input_is_named_with_its_place(tmp_path, name, content, words):
     assert words in str(caught.value)
 
 
-@given(st.lists(st.text("ab \n", min_size=0), max_size=12))
-def test_separated_texts(tmp_path_factory, parts):
+@given(st.text("ab <>\n"), st.sampled_from(["<>", "\n", "<", "\n\n", "a b"]), st.sampled_from([3, 4, 1000]))
+def test_separated_texts(tmp_path_factory, text, separator, piece_chars):
     path = tmp_path_factory.mktemp("sep") / "a.txt"
-    text = "<->".join(parts)
     path.write_bytes(text.encode())
-    assert list(read_texts(path, separator="<->")) == [part for part in parts if part.strip()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runner.data.documents._PIECE_CHARS", piece_chars)
+        found = list(read_texts(path, separator=separator))
+    assert found == [part for part in text.split(separator) if part.strip()]
     assert "".join(read_texts(path)) == text
 
 

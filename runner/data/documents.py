@@ -104,12 +104,15 @@ def _plain_texts(path: Path, separator: str | None) -> Iterator[str]:
 
 
 def _pieces(file: IO[str], separator: str) -> Iterator[str]:
-    rest = ""
+    held: list[str] = []  # of the text under way; joined once, however long it gets
     while piece := file.read(_PIECE_CHARS):
-        *whole, rest = (rest + piece).split(separator)
-        yield from filter(str.strip, whole)
-    if rest.strip():
-        yield rest
+        edge = held[-1][1 - len(separator) :] if held and len(separator) > 1 else ""
+        held.append(piece)
+        if separator in edge + piece:
+            *whole, rest = "".join(held).split(separator)
+            yield from filter(str.strip, whole)
+            held = [rest]
+    yield from filter(str.strip, ["".join(held)])
 
 
 def _json_texts(path: Path, field: str) -> Iterator[str]:

@@ -112,6 +112,9 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped: the same command continues after the last complete shard", file=sys.stderr)
+        return 130
     for name, split in manifest["splits"].items():
         shards, documents, tokens = len(split["shards"]), split["documents"], split["tokens"]
         print(f"{name}: {tokens} tokens of {documents} documents in {shards} shards")
