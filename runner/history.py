@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 _STREAMS = {"trl": "train/loss", "tel": "val/loss", "eval": "eval/score"}
 _FIELDS = {"lr": "train/lr", "norm": "train/grad_norm"}
+_Points = dict[str, tuple["array[int]", "array[float]"]]  # steps and values as they were written
 _LABELS_OF_A_RUN = ("run.name", "run.dir", "run.root")
 
 
@@ -66,7 +68,7 @@ def read_history(run_dir: str | Path) -> History:
     Raises `ValueError` if the folder holds neither.
     """
     folder = Path(run_dir)
-    points: dict[str, dict[int, float]] = defaultdict(dict)
+    points: _Points = defaultdict(lambda: (array("q"), array("d")))
     skipped: dict[int, str] = {}
     sample = ""
     if not is_run(folder):
@@ -78,8 +80,8 @@ def read_history(run_dir: str | Path) -> History:
                 sample = row["prompt"] + row["text"]
     else:
         for step, name, value in _log_values(folder / "main.log"):
-            points[name][step] = value
-    curves = {name: _curve(values) for name, values in points.items()}
+            _add(points, name, step=step, value=value)
+    curves = {name: _curve(*pairs) for name, pairs in points.items()}
     name = folder.resolve().name
     return History(name, folder, curves, dict(sorted(skipped.items())), sample, _settings(folder))
 
@@ -140,11 +142,17 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{path}:{number}: not a JSON object: {text[:60]!r}") from None
 
 
-def _add_row(row: dict[str, Any], points: dict[str, dict[int, float]], skipped: dict[int, str]) -> None:
+def _add(points: _Points, name: str, *, step: int, value: float) -> None:
+    steps, values = points[name]
+    steps.append(step)
+    values.append(value)
+
+
+def _add_row(row: dict[str, Any], points: _Points, skipped: dict[int, str]) -> None:
     step = row["step"]
     for name, value in row.items():
         if "/" in name:
-            points[name][step] = float(value)
+            _add(points, name, step=step, value=float(value))
     if row["event"] == "TrainStep":
         skipped.pop(step, None)
         if not row["applied"]:
@@ -163,9 +171,13 @@ def _log_values(path: Path) -> Iterator[tuple[int, str, float]]:
                 yield int(head[2]), name, float(value)
 
 
-def _curve(values: dict[int, float]) -> Curve:
-    steps = sorted(values)
-    return Curve(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
+def _curve(steps: array[int], values: array[float]) -> Curve:
+    """Sort by step; of several values of a step keep the last that was written."""
+    at, value = np.frombuffer(steps, np.int64), np.frombuffer(values, np.float64)
+    order = np.argsort(at, kind="stable")
+    at, value = at[order], value[order]
+    last = np.append(at[1:] != at[:-1], True)
+    return Curve(at[last], value[last])
 
 
 def _settings(folder: Path) -> dict[str, str]:

@@ -66,21 +66,22 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     seed_everything(run["seed"], rank=rank)
     data = make(config["data"])
     precision: Precision = make(config["precision"])
-    precision.apply(device)
+    numbers = precision.apply(device)
     network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
+    precision.convert(network, device=device)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
-    model = engine.place(network.to(device=device, dtype=precision.param_dtype))
+    model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
     rng = ModelRng(device=device)
     where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter: Meter = make(
         config["meter"],
         flops_per_token=network.flops_per_token(plan.seq_len),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        dtype=precision.mode,
+        dtype="fp32" if numbers["mode"] == "fp32" else "bf16",
         world=world,
     )
     outlier = make(config["outlier"])
-    autocast = functools.partial(precision.autocast, device)
+    autocast = precision.autocast(device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
         dir=dir,
@@ -105,7 +106,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         store=make(config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier),
         stop=stop,
         inject=make(config["debug"]),
-        identity=_identity(network, precision, engine, run),
+        identity=_identity(network, numbers, engine, run),
     )
 
 
@@ -171,7 +172,7 @@ def choose_device(name: str, *, rank: int) -> torch.device:
     return device
 
 
-def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Config) -> Identity:
+def _identity(network: nn.Module, numbers: dict[str, str], engine: Engine, run: Config) -> Identity:
     kind = {"GPT2": "gpt2"}.get(type(network).__name__, type(network).__name__.lower())
     header: Any = getattr(network, "header", dict)
     gpu = engine.device.type == "cuda"
@@ -181,7 +182,8 @@ def _identity(network: nn.Module, precision: Precision, engine: Engine, run: Con
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(engine.device) if gpu else _cpu(),
         "threads": torch.get_num_threads(),
-        "precision": precision.mode,
+        "precision": numbers["mode"],
+        "fp32_matmul": numbers["fp32_matmul"],
         "deterministic": run["deterministic"],
         "world": engine.world,
     }

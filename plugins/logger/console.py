@@ -14,6 +14,7 @@ from annotated_types import Gt
 from runner.api import Event, Note, RunInfo, Sample, Saved, Score, TrainStep, ValLoss
 
 _REFRESH_S = 0.1
+_ENDS = {"finished": "bold", "stopped": "warning", "failed": "error"}
 _STYLES = {"bold": "1", "dim": "2", "warning": "33", "error": "31"}
 
 
@@ -59,11 +60,10 @@ class ConsoleLogger:
         text = llmc_text(event) if self._style == "llmc" else self._text(event)
         if isinstance(event, ValLoss):
             self._val = f", val loss {event.loss:.4f}"
-        if text is None:
-            return
-        if not self._live:
-            self._show_progress()
-        self._print(text, style=_style(event))
+        if text is not None:
+            if not self._live:
+                self._show_progress()
+            self._print(text, style=_style(event))
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """Leave the last progress line standing and say how the run ended."""
@@ -73,11 +73,9 @@ class ConsoleLogger:
         self._live = False
         if self._style == "llmc" and self._pace.count > 1:
             self._print(f"total average iteration time: {self._pace.mean_ms:f} ms")
-        done = 0 if self._last is None else self._last.step + 1
-        at = f" at step {done}/{self._steps}" if self._last else ""
+        at = f" at step {self._last.step + 1}/{self._steps}" if self._last else ""
         took = clock(time.monotonic() - self._opened_at)
-        style = {"finished": "bold", "stopped": "warning", "failed": "error"}[status]
-        self._print(f"{status}{at} after {took}{self._val}", style=style)
+        self._print(f"{status}{at} after {took}{self._val}", style=_ENDS[status])
 
     def _train_step(self, event: TrainStep) -> None:
         self._pace.add(event.step_ms)
@@ -88,8 +86,7 @@ class ConsoleLogger:
         if self._style == "llmc":
             self._print(llmc_step(event, steps=self._steps))
             return
-        period_s = _REFRESH_S if self._live else self._every_s
-        if time.monotonic() - self._shown_at >= period_s:
+        if time.monotonic() - self._shown_at >= (_REFRESH_S if self._live else self._every_s):
             self._show_progress()
 
     def _show_progress(self) -> None:
@@ -98,9 +95,9 @@ class ConsoleLogger:
             return
         self._shown_step = event.step
         self._shown_at = time.monotonic()
-        eta_s = (self._steps - event.step - 1) * self._pace.recent_ms / 1e3
         width = shutil.get_terminal_size().columns - 1 if self._live else 0
-        text = progress(event, steps=self._steps, eta_s=eta_s, width=width)
+        left_s = (self._steps - event.step - 1) * self._pace.recent_ms / 1e3
+        text = progress(event, steps=self._steps, eta_s=left_s, width=width)
         self._write(f"\r\x1b[2K{text}" if self._live else f"{text}\n")
 
     def _print(self, text: str, *, style: str = "") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import html
 import logging
-import netrc
 import os
 import queue
 import secrets
@@ -13,7 +12,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
 
@@ -215,12 +213,8 @@ def _resolve_mode(mode: str, *, settings: Any) -> str:
 
 def _netrc_has(base_url: str) -> bool:
     """Whether netrc has a key, by wandb's own rule: it knows several names for its server."""
-    try:
-        from wandb.sdk.lib import wbauth
-    except ImportError:  # before wandb 0.24 moved it there
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            return netrc.netrc().authenticators(urlsplit(base_url).netloc) is not None
-        return False
+    from wandb.sdk.lib import wbauth
+
     try:
         return wbauth.read_netrc_auth(host=base_url) is not None
     except Exception:  # a key of the wrong form: wandb says so better when it is used

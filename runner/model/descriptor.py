@@ -59,4 +59,6 @@ def _number(text: str, *, prefix: str, table: dict[int, tuple[int, int]]) -> int
     if text.startswith(prefix) and digits.isdecimal() and int(digits) in table:
         return int(digits)
     allowed = [f"d{depth}" for depth in GPT2_SHAPES] + [f"gpt3:c{width}" for width in GPT3_SHAPES]
-    raise ValueError(f"model descriptor {text!r} is unknown; allowed: {', '.join(allowed)}, or a model file (.bin)")
+    raise ValueError(
+        f"model descriptor {text!r} is unknown; allowed: {', '.join(allowed)}, or a model file (.bin)"
+    )
