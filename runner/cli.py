@@ -41,7 +41,7 @@ def run_command(arguments: Sequence[str]) -> int:
         print(f"runner {__version__}")
         return 0
     from runner.explain import explain, unknown_flag
-    from runner.sweep.cells import CellFailed
+    from runner.sweep.cells import CellError
 
     if wrong := unknown_flag(arguments):
         return _refuse([wrong])
@@ -56,7 +56,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return 130
     except ConfigError as error:
         return _refuse(error.problems)
-    except CellFailed:
+    except CellError:
         return 1
     except Exception as error:
         lines = explain(error, arguments)

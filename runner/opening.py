@@ -13,6 +13,7 @@ from torch import nn
 
 from runner import __version__, manifest
 from runner.api import Engine, Note, Optimizer, RunInfo, Segment, View
+from runner.branch import Branch, branch_off
 from runner.config import MULTIPLE, build, trusted
 from runner.emit import Emitter
 from runner.meter import Meter
@@ -35,9 +36,11 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     s = _build(config, dir=dir, rank=rank, world=world, stop=stop)
     restored = s.store.restore(s.snapshot(), overwrite=config["run"]["overwrite"])
     resumed = restored.snapshot is not None
-    changes = _settle_manifest(config, s, step=restored.snapshot.step if restored.snapshot else None)
-    if restored.snapshot is not None:
-        changes = [*changes, *s.restore(restored.snapshot)]
+    branch = _branch(config, s) if config["run"]["from"] and not resumed else None
+    start = branch.snapshot if branch else restored.snapshot
+    changes = _settle_manifest(config, s, step=start.step if start else None, branch=branch)
+    if start is not None:
+        changes = [*changes, *s.restore(start)]
     s.emitter.open(
         RunInfo(
             name=str(config["run"]["label"] or config["run"]["name"] or dir.name),
@@ -110,8 +113,22 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     )
 
 
-def _settle_manifest(config: Config, s: Session, *, step: int | None) -> Sequence[str]:
+def _branch(config: Config, s: Session) -> Branch:
+    """Load the checkpoint of another run that this one starts from."""
+    return branch_off(
+        config["run"]["from"],
+        root=Path(config["run"]["root"]),
+        live=s.snapshot(),
+        steps=s.plan.steps,
+        allow_reshard=s.store.allow_reshard,
+        strict_env=s.store.strict_env,
+    )
+
+
+def _settle_manifest(config: Config, s: Session, *, step: int | None, branch: Branch | None) -> Sequence[str]:
     """Write the manifest; on a resume at `step`, compare with the old one and return what changed.
+
+    A branch is compared with the run that it leaves, and has a manifest of its own.
 
     Raises:
         ValueError: something changed that the run's bits depend on.
@@ -125,13 +142,13 @@ def _settle_manifest(config: Config, s: Session, *, step: int | None) -> Sequenc
         world=s.engine.world,
         start_step=step or 0,
     )
-    old = manifest.read(s.dir) if step is not None else None
+    old = manifest.read(branch.source if branch else s.dir) if step is not None else None
     changes = manifest.compare(old, new) if old else manifest.Changes((), ())
     if changes.errors:
         raise ValueError("\n".join(changes.errors))
     if s.engine.rank == 0:
-        manifest.write(s.dir, manifest.resumed(old, new) if old else new)
-    return changes.notes
+        manifest.write(s.dir, manifest.resumed(old, new) if old and not branch else new)
+    return [*(branch.notes if branch else ()), *changes.notes]
 
 
 def _optimizer(

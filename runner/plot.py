@@ -152,6 +152,8 @@ def _zoom(axes: Any, curves: Sequence[Curve]) -> str:
         return ""
     start = 0.1 * max(float(curve.steps[-1]) for curve in curves)
     late = [curve.values[curve.steps >= start] for curve in curves]
+    if min(len(values) for values in late) < 3:
+        return ""  # too few points to tell a start from the rest
     rest = np.concatenate(late)
     everything = np.concatenate([curve.values for curve in curves])
     if not len(rest):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Literal
 
 from runner.api import Event, RunInfo, TrainStep, ValLoss
@@ -46,5 +45,3 @@ class CellLog:
 def entry() -> dict[str, str]:
     """Return the logger entry that a sweep adds to each cell's configuration."""
     return {"_target_": f"{CellLog.__module__}.{CellLog.__name__}"}
-
-

@@ -27,7 +27,7 @@ _HOW_RUN = ("root", "name", "label", "group", "tags", "plot", "overwrite", "thre
 _HOW_KEYS = {*(f"run.{name}" for name in _HOW_RUN), "data.prefetch", "data.cache"}
 
 
-class CellFailed(RuntimeError):
+class CellError(RuntimeError):
     """A cell that crashed, for Hydra sweepers that ask for its value."""
 
 
@@ -113,7 +113,9 @@ def read_numbers(folder: Path) -> dict[str, int]:
     except FileNotFoundError:
         return {}
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / 'cells.json'}: not a list of cells; choose another sweep.name") from error
+        raise ValueError(
+            f"{folder / 'cells.json'}: not a list of cells; choose another sweep.name"
+        ) from error
 
 
 def add_numbers(folder: Path, cells: Iterable[Cell]) -> None:
@@ -130,9 +132,10 @@ def add_numbers(folder: Path, cells: Iterable[Cell]) -> None:
 def read_cell(folder: Path) -> dict[str, Any] | None:
     """Return what a cell was started with (label, overrides, config); None if it never was."""
     try:
-        return _read(folder / "cell.json")
+        content: dict[str, Any] = _read(folder / "cell.json")
     except FileNotFoundError:
         return None
+    return content
 
 
 def write_cell(cell: Cell) -> None:
@@ -206,4 +209,6 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); remove it, or choose another sweep.name") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error}); remove it, or choose another sweep.name"
+        ) from None

@@ -131,7 +131,7 @@ class _Execution:
             done = finished(cell)
             if done is not None:
                 self._results[cell.number] = self._source.ended(cell, done)
-                self._tell.skipped(cell, done)
+                self._tell.skipped()
                 continue
             self._start(_Running(cell, self._free.pop(), time.monotonic()))
 

@@ -12,7 +12,7 @@ import numpy as np
 from runner.history import History
 from runner.plot import COLOURS, STYLE, overlay
 from runner.sweep.naming import short_names, show
-from runner.sweep.rows import SEEDS, Row, keys_of, numeric_keys
+from runner.sweep.rows import SEEDS, Row, is_number, keys_of, numeric_keys
 
 _CURVES = 24  # more than this many lines over each other tell nothing
 _BAD = "#d1d5db"
@@ -32,7 +32,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _curves(rate, curves, metric="train/lr", title="learning rate")
         rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         rate.set_xlabel("step")
-        for line, metric, title in ((1, "val/loss", "validation loss"), (2, "train/loss", "training loss, smoothed")):
+        for line, metric, title in (
+            (1, "val/loss", "validation loss"),
+            (2, "train/loss", "training loss, smoothed"),
+        ):
             axes = figure.add_subplot(grid[line, :])
             _curves(axes, curves, metric=metric, title=title)
             axes.set_ylabel("nats per token")
@@ -68,8 +71,8 @@ def is_grid(rows: Sequence[Row], down: str, across: str) -> bool:
 
 def table(rows: Sequence[Row], down: str, across: str) -> tuple[list[Any], list[Any], Any]:
     """Return the values of two keys and the mean loss at each pair: inf diverged, nan nothing there."""
-    ys = sorted({row.values[down] for row in rows if row.values[down] is not None})
-    xs = sorted({row.values[across] for row in rows if row.values[across] is not None})
+    ys = sorted({row.values[down] for row in rows if is_number(row.values[down])})
+    xs = sorted({row.values[across] for row in rows if is_number(row.values[across])})
     means = np.full((len(ys), len(xs)), math.nan)
     for i, y in enumerate(ys):
         for j, x in enumerate(xs):
@@ -84,11 +87,10 @@ def _heatmap(figure: Any, axes: Any, rows: Sequence[Row], down: str, across: str
 
     ys, xs, means = table(rows, down, across)
     finite = np.where(np.isfinite(means), means, np.nan)
-    colours = mpl.colormaps["viridis_r"].with_extremes(bad=_BAD)
-    # The best loss is darkest, and a few bad cells do not wash out the differences among the good.
+    colours = mpl.colormaps["viridis"].with_extremes(bad=_BAD)
+    # A few bad cells do not wash out the differences among the good.
     known = finite[np.isfinite(finite)]
-    top = float(np.percentile(known, 90)) if len(known) > 4 else float(known.max(initial=1.0))
-    low = float(known.min(initial=0.0))
+    low, top = (float(known.min()), float(np.percentile(known, 90))) if len(known) else (0.0, 1.0)
     picture = axes.imshow(finite, cmap=colours, aspect="auto", vmin=low, vmax=max(top, low + 1e-9))
     names = short_names(keys_of(rows))
     axes.set_xticks(range(len(xs)), [show(x) for x in xs], rotation=0 if len(xs) <= 7 else 60)
@@ -104,7 +106,9 @@ def _heatmap(figure: Any, axes: Any, rows: Sequence[Row], down: str, across: str
         i, j = np.unravel_index(np.nanargmin(finite), finite.shape)
         box = mpl.patches.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor="#ea580c", linewidth=2.5)
         axes.add_patch(box)
-    figure.colorbar(picture, ax=axes, shrink=0.9, extend="max" if len(known) and known.max() > top else "neither")
+    figure.colorbar(
+        picture, ax=axes, shrink=0.9, extend="max" if len(known) and known.max() > top else "neither"
+    )
 
 
 def _numbers(axes: Any, means: Any, picture: Any) -> None:
@@ -113,13 +117,15 @@ def _numbers(axes: Any, means: Any, picture: Any) -> None:
         if math.isnan(value):
             continue
         text = "diverged" if math.isinf(value) else f"{value:.3f}"
-        red, green, blue, _ = picture.cmap(picture.norm(value)) if math.isfinite(value) else (0.8, 0.8, 0.8, 1)
+        red, green, blue, _ = (
+            picture.cmap(picture.norm(value)) if math.isfinite(value) else (0.8, 0.8, 0.8, 1)
+        )
         bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.55
         axes.text(j, i, text, ha="center", va="center", fontsize=9, color="#111827" if bright else "white")
 
 
 def _scatter(figure: Any, axes: Any, rows: Sequence[Row], down: str, across: str) -> None:
-    shown = [row for row in rows if row.values[down] is not None and row.values[across] is not None]
+    shown = [row for row in rows if is_number(row.values[down]) and is_number(row.values[across])]
     good = [row for row in shown if math.isfinite(row.val_loss)]
     bad = [row for row in shown if not math.isfinite(row.val_loss)]
     names = short_names(keys_of(rows))
@@ -127,7 +133,7 @@ def _scatter(figure: Any, axes: Any, rows: Sequence[Row], down: str, across: str
     losses = [row.val_loss for row in good]
     if good:
         top = float(np.percentile(losses, 90))
-        points = axes.scatter(xs, ys, c=losses, cmap="viridis_r", s=70, vmax=max(top, min(losses) + 1e-9))
+        points = axes.scatter(xs, ys, c=losses, cmap="viridis", s=70, vmax=max(top, min(losses) + 1e-9))
         figure.colorbar(points, ax=axes, shrink=0.9)
         axes.scatter([xs[0]], [ys[0]], s=190, facecolors="none", edgecolors="#ea580c", linewidths=2)
     axes.scatter([r.values[across] for r in bad], [r.values[down] for r in bad], marker="x", color="#9ca3af")
@@ -145,7 +151,7 @@ def _line(axes: Any, rows: Sequence[Row], key: str) -> None:
     rest = [k for k in keys_of(rows) if k != key and k not in SEEDS]
     groups: dict[str, dict[float, list[float]]] = {}
     for row in rows:
-        if math.isfinite(row.val_loss) and row.values[key] is not None:
+        if math.isfinite(row.val_loss) and is_number(row.values[key]):
             about = " ".join(f"{names[k]}={show(row.values[k])}" for k in rest)
             groups.setdefault(about, {}).setdefault(float(row.values[key]), []).append(row.val_loss)
     for number, (about, points) in enumerate(sorted(groups.items())):
@@ -155,7 +161,7 @@ def _line(axes: Any, rows: Sequence[Row], key: str) -> None:
         ends.append([max(points[x]) - m for x, m in zip(xs, means, strict=True)])
         colour = COLOURS[number % len(COLOURS)]
         axes.errorbar(xs, means, yerr=ends, marker="o", color=colour, capsize=3, label=about or None)
-    _scale(axes.set_xscale, [row.values[key] for row in rows if row.values[key] is not None])
+    _scale(axes.set_xscale, [row.values[key] for row in rows if is_number(row.values[key])])
     axes.set_xlabel(names[key])
     axes.set_ylabel("nats per token")
     axes.set_title("final validation loss")

@@ -27,7 +27,9 @@ def locked(folder: Path) -> Iterator[int]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise ConfigError([f"sweep.root: cannot write to {folder} ({error.strerror}); choose another"]) from error
+        raise ConfigError(
+            [f"sweep.root: cannot write to {folder} ({error.strerror}); choose another"]
+        ) from error
     try:
         _take(handle, folder)
         os.truncate(handle, 0)

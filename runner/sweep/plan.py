@@ -17,7 +17,6 @@ from yaml import YAMLError
 from runner.cli import ConfigError, resolve
 from runner.config import build, check_node
 from runner.explain import explain
-from runner.rules import processes
 from runner.sweep import cell_log, cells, naming
 from runner.sweep.cells import Cell
 from runner.sweep.naming import Command
@@ -35,7 +34,9 @@ class Composer:
 
     def parse(self, lines: Sequence[str]) -> list[Override]:
         """Parse command-line overrides."""
-        parsed: list[Override] = OverridesParser.create(config_loader=self._loader).parse_overrides(list(lines))
+        parsed: list[Override] = OverridesParser.create(config_loader=self._loader).parse_overrides(
+            list(lines)
+        )
         return parsed
 
     def compose(self, job: Job) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class Composer:
         params = OmegaConf.to_container(self._config.hydra.sweeper.get("params") or OmegaConf.create())
         assert isinstance(params, dict)
         given = self.parse(list(self._config.hydra.overrides.task))
-        preset = self.parse([f"{key}={value}" for key, value in params.items()])
+        preset = self.parse([f"{key!s}={value}" for key, value in params.items()])
         swept = {key_of(o) for o in (*preset, *given) if o.is_sweep_override()}
         fixed = {key_of(o): value_of(o) for o in (*preset, *given) if not o.is_sweep_override()}
         return Command(frozenset(swept), {key: v for key, v in fixed.items() if key not in swept})
@@ -98,7 +99,9 @@ def value_of(override: Override) -> Any:
     return override.get_value_element_as_str()
 
 
-def make_cells(jobs: Sequence[Job], *, folder: Path, numbers: dict[str, int], composer: Composer) -> list[Cell]:
+def make_cells(
+    jobs: Sequence[Job], *, folder: Path, numbers: dict[str, int], composer: Composer
+) -> list[Cell]:
     """Return the cell of every job, in order; nothing is written. The same job twice is one cell.
 
     `numbers` are the known cells by identity; new ones are added to it.
@@ -181,8 +184,6 @@ def _lines(problems: Sequence[tuple[Cell, list[str]]], *, total: int) -> list[st
     return [*shared, *named]
 
 
-
-
 def check_name(name: str) -> None:
     """Refuse a sweep name that is no folder name.
 
@@ -198,3 +199,15 @@ def quoted(value: str) -> str:
     """Return text as a value that Hydra's override grammar reads back unchanged."""
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def with_config(cell: Cell, config: dict[str, Any]) -> Cell:
+    """Return a cell with its checked configuration.
+
+    Raises:
+        ConfigError: it has a result of other settings.
+    """
+    complete = replace(cell, config=config)
+    if wrong := _unlike_before(complete):
+        raise ConfigError(wrong)
+    return complete

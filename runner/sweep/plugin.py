@@ -16,7 +16,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from runner.sweep.branches import run_branches
-from runner.sweep.cells import CellFailed, Result
+from runner.sweep.cells import CellError, Result
 from runner.sweep.plan import Composer
 from runner.sweep.search import run_search
 from runner.sweep.sweep import run_elsewhere, run_list
@@ -98,7 +98,5 @@ def _returned(result: Result) -> JobReturn:
     returned = JobReturn()
     failed = result.status in ("failed", "stopped")
     returned.status = JobStatus.FAILED if failed else JobStatus.COMPLETED
-    returned.return_value = CellFailed(result.message) if failed else result.val_loss
+    returned.return_value = CellError(result.message) if failed else result.val_loss
     return returned
-
-

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from runner.history import History, is_run, read_history, summarize
 from runner.sweep import cells, naming
 
+TRUNK = "trunk"
+"""The budget of the run that branches leave."""
+
 SEEDS = ("run.seed", "data.seed", "model.seed")
 
 
@@ -56,7 +59,8 @@ def read_rows(folder: Path) -> list[Row]:
         raise ValueError(f"{folder}: no sweep there (no NNN/cell.json); name a folder below outputs/sweeps")
     about = [cells.read_cell(path) for path in found]
     known = [(path, content) for path, content in zip(found, about, strict=True) if content]
-    keys = [k for k in naming.varying([c["overrides"] for _, c in known]) if k != "run.from"]
+    rows = [content["overrides"] for _, content in known]
+    keys = ["budget"] if any("budget" in row for row in rows) else naming.varying(rows)
     return sorted((_row(path, content, keys) for path, content in known), key=_order)
 
 
@@ -101,16 +105,17 @@ def keys_of(rows: Sequence[Row]) -> list[str]:
 
 
 def numeric_keys(rows: Sequence[Row]) -> list[str]:
-    """Return the keys, seeds apart, whose values are all numbers."""
-    return [
-        key
-        for key in keys_of(rows)
-        if key not in SEEDS and all(_is_number(row.values[key]) for row in rows if row.values[key] is not None)
-        and any(row.values[key] is not None for row in rows)
-    ]
+    """Return the keys, seeds apart, whose values are numbers or absent."""
+    return [key for key in keys_of(rows) if key not in SEEDS and _is_numeric(rows, key)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_numeric(rows: Sequence[Row], key: str) -> bool:
+    values = [row.values[key] for row in rows if row.values[key] not in (None, TRUNK)]
+    return bool(values) and all(is_number(value) for value in values)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a swept value has a place on an axis."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -157,8 +157,8 @@ def redirect(log: Path) -> None:
         os.dup2(source, target)
     os.close(out)
     os.close(null)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False, errors="backslashreplace")
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -67,7 +67,19 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     """Return the sweep as rows of text, headings first, best cell on top."""
     keys = keys_of(rows)
     names = short_names(keys)
-    lines = [["cell", *(names[key] for key in keys), "val loss", "best", "train loss", "steps", "skipped", "time", ""]]
+    lines = [
+        [
+            "cell",
+            *(names[key] for key in keys),
+            "val loss",
+            "best",
+            "train loss",
+            "steps",
+            "skipped",
+            "time",
+            "",
+        ]
+    ]
     for row in rows:
         numbers = [_loss(row.val_loss), _loss(row.best_val_loss), _loss(row.train_loss)]
         seconds = duration(row.seconds) if row.seconds else "-"

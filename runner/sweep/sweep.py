@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.cli import ConfigError
+from runner.rules import processes
 from runner.sweep import cells, naming, plan, summary
 from runner.sweep.cells import Cell, Result
 from runner.sweep.execute import Listed, Place, Ran, Source, execute, finished
@@ -69,7 +71,7 @@ def run_cells(
 
 def teller(unique: Sequence[Cell], *, settings: Any, total: int) -> Teller:
     """Return what writes this sweep's lines."""
-    slots = make_slots(settings, unique[0].config, processes=plan.processes(unique[0].config))
+    slots = make_slots(settings, unique[0].config, processes=processes(unique[0].config))
     return Teller(total=total, parallel=len(slots))
 
 
@@ -95,7 +97,7 @@ def _unchanged(folder: Path, made: Sequence[Cell]) -> None:
     """Refuse numbers that another command has given away between the check and the lock."""
     taken = {number: key for key, number in plan.known_numbers(folder).items()}
     if any(taken.get(cell.number, cell.key) != cell.key for cell in made):
-        raise plan.ConfigError([f"sweep.name: {folder} was changed by another command just now; start again"])
+        raise ConfigError([f"sweep.name: {folder} was changed by another command just now; start again"])
 
 
 # ---------------------------------------------------------------- other launchers
@@ -154,5 +156,3 @@ def _result_elsewhere(cell: Cell, job: Any) -> Result:
     if ending == "stopped":
         return Result("stopped", 143, step, last, message="stopped; the same command continues it")
     return Result("failed", 1, step, message="did not end; see the launcher's own logs")
-
-

@@ -25,10 +25,9 @@ class Teller:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
-    def skipped(self, cell: Cell, result: Result) -> None:
-        """Tell of a cell that an earlier command finished."""
+    def skipped(self) -> None:
+        """Count a cell that an earlier command finished; the headline told of it."""
         self._done += 1
-        self.line(f"#{cell.number} {_word(result)} before ({self._done}/{self._total}) {_facts(cell, result)}")
 
     def started(self, cell: Cell, *, attempt: int) -> None:
         """Tell of a cell that starts or goes on."""
@@ -47,9 +46,12 @@ class Teller:
             return
         self._done += 1
         self._seconds.append(seconds)
-        text = f"#{cell.number} {_word(result)} ({self._done}/{self._total}{self._left()}) {_facts(cell, result)}"
+        count = f"{self._done}/{self._total}{self._left()}"
+        text = f"#{cell.number} {_word(result)} ({count}) {_facts(cell, result)}"
         if result.failed:
-            text += f" | {clipped(result.message or result.status)} | log: {short(cell.folder / 'console.log')}"
+            text += (
+                f" | {clipped(result.message or result.status)} | log: {short(cell.folder / 'console.log')}"
+            )
         self.line(text)
 
     def interrupted(self, running: int, *, again: bool) -> None:
@@ -64,7 +66,9 @@ class Teller:
             self.line(f"{len(bad)} of {self._total} cells failed:")
         for cell, result in bad:
             log = short(cell.folder / "console.log")
-            self.line(f"  #{cell.number} {cell.label}: {clipped(result.message or result.status)}; log: {log}")
+            self.line(
+                f"  #{cell.number} {cell.label}: {clipped(result.message or result.status)}; log: {log}"
+            )
 
     def _left(self) -> str:
         left = self._total - self._done
