@@ -75,7 +75,7 @@ def accumulate_gradients(s: Session) -> Tensor:
             with s.autocast():
                 loss = s.model(batch.inputs, batch.targets)
             loss = s.inject.loss(s.progress.step, loss)
-            (loss / s.plan.accumulate).backward()
+            (loss / s.plan.accumulate).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     s.engine.finish_gradient_sync()
     s.inject.gradients(s.progress.step, s.engine)
