@@ -41,7 +41,7 @@ def run_search(composer: Composer, parsed: Sequence[Override], *, processes: boo
     fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
     distributions = _distributions(space, processes=processes)
     folder = sweep_folder(composer)
-    first = _check_ends(composer, fixed, space, folder=folder)
+    first = _check_ends(composer, fixed, space, folder=folder / "ends")
     with locked(folder) as handle:
         study = open_study(folder, settings.search)
         trials = Trials(study, settings.search, composer, fixed, distributions, folder)
