@@ -244,6 +244,7 @@ class Engine(Protocol):
     layout: tuple[Slot, ...]
     weights: Tensor  # flat, every slot in order
     gradient: Tensor  # flat, fp32, in the same order
+    draws_per_micro_step: int  # of llm.c's generator, so that its stream does not depend on the ranks
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the parameters into the flat buffers; return what the loop calls."""

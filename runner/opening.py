@@ -74,7 +74,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     precision.convert(network, device=device)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
-    rng = ModelRng(device=device)
+    rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
     where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter: Meter = make(
         config["meter"],
