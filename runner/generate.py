@@ -140,8 +140,13 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(path: Path, *, device: torch.device) -> LoadedRun:
-    """Build the model of the run folder `path` with its newest complete checkpoint."""
-    raise NotImplementedError
+    """Build the model of `path` (a run folder's newest checkpoint, or any other model) and its tokenizer."""
+    from runner.load import load_model
+
+    loaded = load_model(path, device=device)
+    if loaded.tokenizer is None:
+        raise ValueError(f"run={path}: no tokenizer is known for it, so that it has no text to write")
+    return LoadedRun(loaded.model, loaded.tokenizer, loaded.info.step or 0)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,6 +37,8 @@ class Run:
     overwrite: bool = False
     trust: list[str] = field(default_factory=list)
     plot: bool = True
+    label: str | None = None
+    from_: str | None = None
 
 
 @dataclass(frozen=True)

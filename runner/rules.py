@@ -62,13 +62,14 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    from runner.scheduler import curve
+    from runner.scheduler import probe
 
     try:
         scheduler = build(config["scheduler"], trust=trusted(config))
-        curve(scheduler, config["train"]["steps"])
+        probe(scheduler, config["train"]["steps"])
     except (ValueError, ArithmeticError) as error:
-        yield f"scheduler: {error}"
+        text = str(error)
+        yield text if text.startswith("scheduler") else f"scheduler: {text}"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -76,7 +77,8 @@ def _data(config: Config) -> Iterator[str]:
     try:
         data = build(config["data"], trust=trusted(config))
     except (ValueError, OSError) as error:
-        yield f"data: {error}"
+        text = str(error)
+        yield text if text.startswith("data") else f"data: {text}"
         return
     seq_len, limit = train["seq_len"], config["model"].get("max_seq_len")
     if limit is not None and seq_len > limit:

@@ -138,7 +138,8 @@ class GPT2(nn.Module):
             Block(width=width, heads=heads, dropout=dropout, kernels=kernels) for _ in range(layers)
         )
         self.final = FinalNorm(width=width, kernels=kernels)
-        self.reset_parameters(seed=seed)
+        if init_from is None:
+            self.reset_parameters(seed=seed)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int) -> None:

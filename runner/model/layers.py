@@ -27,8 +27,11 @@ PIECE = 1 << 16  # elements per pass of the GELU: a few fp32 temporaries stay in
 
 
 def is_fast(x: Tensor, kernels: Kernels) -> bool:
-    """Whether the CPU kernels apply to `x`; elsewhere torch's own are the fast ones."""
-    return kernels == "fast" and x.device.type == "cpu"
+    """Whether the CPU kernels apply to `x`; elsewhere torch's own are the fast ones.
+
+    Under torch.compile plain operations are, which the compiler fuses by itself.
+    """
+    return kernels == "fast" and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, kernels: Kernels) -> Tensor:

@@ -142,7 +142,8 @@ class Llama(nn.Module):
         cos, sin = _angles(max_seq_len, dims=width // heads, theta=rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
+        if init_from is None:
+            self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, zero_head: bool, scale_embedding: bool) -> None:
