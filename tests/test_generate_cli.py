@@ -1,4 +1,4 @@
-"""`python -m runner.generate` on real runs: the cache changes nothing, and what it prints is what was asked for."""
+"""`python -m runner.generate` on real runs: the cache changes nothing, and it prints what was asked for."""
 
 from __future__ import annotations
 
