@@ -130,7 +130,7 @@ class Llama(nn.Module):
             )
         self.layers, self.heads, self.kv_heads, self.width = layers, heads, kv_heads, width
         self.max_seq_len, self.vocab_size, self.feed_forward = max_seq_len, vocab_size, feed_forward
-        self.rope_theta, self.norm_eps, self.z_loss = rope_theta, norm_eps, z_loss
+        self.norm_eps, self.z_loss = norm_eps, z_loss
         self.init_from, self.loss_chunk, self.kernels = init_from, loss_chunk, kernels
         self.embed = TokenEmbedding(vocab_size=vocab_size, width=width)
         shape = {"width": width, "heads": heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
@@ -138,9 +138,9 @@ class Llama(nn.Module):
             LlamaBlock(**shape, norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels) for _ in range(layers)
         )
         self.final = Output(vocab_size=vocab_size, width=width, tied=tied_head)
-        cos, sin = _angles(max_seq_len, dims=width // heads, theta=rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        angles = _angles(max_seq_len, dims=width // heads, theta=rope_theta)
+        for name, table in zip(("cos", "sin"), angles, strict=True):
+            self.register_buffer(name, table, persistent=False)
         self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
 
     @torch.no_grad()
@@ -186,7 +186,7 @@ class Llama(nn.Module):
 
     def new_cache(self, batch: int) -> Cache:
         """Return an empty cache for generating `batch` sequences."""
-        return Cache([LayerCache(self.max_seq_len) for _ in range(self.layers)])
+        return Cache([LayerCache(batch, self.max_seq_len) for _ in range(self.layers)])
 
     def header(self) -> dict[str, int]:
         """Return the shape's integers."""
@@ -204,6 +204,13 @@ def _check_shape(*, heads: int, kv_heads: int, width: int) -> None:
         raise ValueError(f"model.width={width} is not model.heads={heads} times an even number of channels")
     if heads % kv_heads:
         raise ValueError(f"model.heads={heads} is not a multiple of model.kv_heads={kv_heads}")
+
+
+def _check_head(*, tied: bool, shaped: bool) -> None:
+    if tied and shaped:
+        raise ValueError(
+            "model.tied_head=true excludes model.zero_head and model.scale_embedding; set it or them to false"
+        )
 
 
 def _angles(positions: int, *, dims: int, theta: float) -> tuple[Tensor, Tensor]:
