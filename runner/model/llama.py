@@ -10,6 +10,7 @@ Parameters, named after their counterparts in `gpt2`:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -134,14 +135,16 @@ class Llama(nn.Module):
         self.init_from, self.loss_chunk, self.kernels = init_from, loss_chunk, kernels
         self.embed = TokenEmbedding(vocab_size=vocab_size, width=width)
         shape = {"width": width, "heads": heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
-        self.blocks = nn.ModuleList(
-            LlamaBlock(**shape, norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels) for _ in range(layers)
-        )
+        make_block = partial(LlamaBlock, **shape, norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels)
+        self.blocks = nn.ModuleList(make_block() for _ in range(layers))
         self.final = Output(vocab_size=vocab_size, width=width, tied=tied_head)
-        angles = _angles(max_seq_len, dims=width // heads, theta=rope_theta)
-        for name, table in zip(("cos", "sin"), angles, strict=True):
-            self.register_buffer(name, table, persistent=False)
+        self._keep_angles(theta=rope_theta)
         self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
+
+    def _keep_angles(self, *, theta: float) -> None:
+        cos, sin = _angles(self.max_seq_len, dims=self.width // self.heads, theta=theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, zero_head: bool, scale_embedding: bool) -> None:
