@@ -122,8 +122,8 @@ class Llama(nn.Module):
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:
         super().__init__()
-        assert max_seq_len is not None, "supplied from train.seq_len"
-        assert vocab_size is not None, "supplied from the data"
+        assert max_seq_len is not None  # supplied from train.seq_len
+        assert vocab_size is not None  # supplied from the data
         _check_shape(heads=heads, kv_heads=kv_heads, width=width)
         if tied_head and (zero_head or scale_embedding):
             raise ValueError(
@@ -131,12 +131,13 @@ class Llama(nn.Module):
             )
         self.layers, self.heads, self.kv_heads, self.width = layers, heads, kv_heads, width
         self.max_seq_len, self.vocab_size, self.feed_forward = max_seq_len, vocab_size, feed_forward
-        self.norm_eps, self.z_loss = norm_eps, z_loss
-        self.init_from, self.loss_chunk, self.kernels = init_from, loss_chunk, kernels
+        self.norm_eps, self.z_loss, self.init_from = norm_eps, z_loss, init_from
+        self.loss_chunk, self.kernels = loss_chunk, kernels
         self.embed = TokenEmbedding(vocab_size=vocab_size, width=width)
-        shape = {"width": width, "heads": heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
-        make_block = partial(LlamaBlock, **shape, norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels)
-        self.blocks = nn.ModuleList(make_block() for _ in range(layers))
+        block = partial(LlamaBlock, width=width, heads=heads, kv_heads=kv_heads, feed_forward=feed_forward)
+        self.blocks = nn.ModuleList(
+            block(norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels) for _ in range(layers)
+        )
         self.final = Output(vocab_size=vocab_size, width=width, tied=tied_head)
         self._keep_angles(theta=rope_theta)
         self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
