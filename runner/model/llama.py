@@ -134,10 +134,9 @@ class Llama(nn.Module):
         self.norm_eps, self.z_loss, self.init_from = norm_eps, z_loss, init_from
         self.loss_chunk, self.kernels = loss_chunk, kernels
         self.embed = TokenEmbedding(vocab_size=vocab_size, width=width)
-        block = partial(LlamaBlock, width=width, heads=heads, kv_heads=kv_heads, feed_forward=feed_forward)
-        self.blocks = nn.ModuleList(
-            block(norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels) for _ in range(layers)
-        )
+        shape = {"width": width, "heads": heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
+        block = partial(LlamaBlock, **shape, norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.final = Output(vocab_size=vocab_size, width=width, tied=tied_head)
         self._keep_angles(theta=rope_theta)
         self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
@@ -151,6 +150,7 @@ class Llama(nn.Module):
     def reset_parameters(self, *, seed: int, zero_head: bool, scale_embedding: bool) -> None:
         """Draw N(0, 0.02); what writes into the residual stream is scaled by 1/sqrt(2 layers)."""
         generator = torch.Generator().manual_seed(seed)
+        _check_head(tied=self.final.headw is None, shaped=zero_head or scale_embedding)
         scale = self.width**0.5 if scale_embedding else 1.0
         normal_(self.embed.wte, std=STD * scale, generator=generator)
         for block in self.blocks:
