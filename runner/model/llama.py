@@ -122,8 +122,7 @@ class Llama(nn.Module):
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:
         super().__init__()
-        assert max_seq_len is not None  # supplied from train.seq_len
-        assert vocab_size is not None  # supplied from the data
+        assert isinstance(max_seq_len, int) and isinstance(vocab_size, int)  # noqa: PT018 (both supplied)
         _check_shape(heads=heads, kv_heads=kv_heads, width=width)
         if tied_head and (zero_head or scale_embedding):
             raise ValueError(
