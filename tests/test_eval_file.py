@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner.plugins.evaluate.multiple_choice import rows, share
 
 from runner.data.eval_file import (
     Example,
@@ -17,6 +16,7 @@ from runner.data.eval_file import (
     write_examples,
 )
 from runner.data.word_order import word_order_questions
+from runner.plugins.evaluate.multiple_choice import rows, share
 
 GOLDEN = Path(__file__).parent / "golden"
 EVALLOADER = json.loads((GOLDEN / "evalloader.json").read_text())

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runner.plugins.evaluate.multiple_choice import MultipleChoice, Right, count_right, rows, score, share
 from torch import nn
 
 from runner.api import Score, View
 from runner.data.eval_file import Example, Questions, read_examples, write_examples
 from runner.data.tokenizer import ByteTokenizer
 from runner.data.word_order import WordOrder
+from runner.plugins.evaluate.multiple_choice import MultipleChoice, Right, count_right, rows, score, share
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
