@@ -31,6 +31,7 @@ from runner.stop import Stop
 from runner.train import Plan
 
 Config = dict[str, Any]
+Make = Callable[..., Any]
 
 
 def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> Session:
@@ -39,7 +40,7 @@ def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: 
     Raises:
         ValueError: one line of whichever part cannot be built.
     """
-    make = functools.partial(build, trust=trusted(config))
+    make: Make = functools.partial(build, trust=trusted(config))
     run = config["run"]
     device = choose_device(run["device"], rank=rank)
     plan: Plan = make(config["train"], world=world)
@@ -47,25 +48,15 @@ def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: 
     data = make(config["data"])
     precision: Precision = make(config["precision"])
     numbers = precision.apply(device)
-    network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
-    if getattr(network, "init_from", None) and (run["overwrite"] or not done_steps(dir)):
-        # A run that goes on takes its weights from its checkpoint: what it began with may be gone.
-        initialise(network, network.init_from)
-    precision.convert(network, device=device)
-    settle_blocks(network, compile=run["compile"], checkpoint=plan.checkpoint_blocks)
+    begins = run["overwrite"] or not done_steps(dir)
+    network = _network(make, config, precision, data.vocab_size, device=device, begins=begins)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
     rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
-    where = {"micro_batch": plan.rows, "seq_len": plan.seq_len, "rank": rank, "world": world}
-    meter: Meter = make(
-        config["meter"],
-        flops_per_token=network.flops_per_token(plan.seq_len),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        dtype="fp32" if numbers["mode"] == "fp32" else "bf16",
-        world=world,
-    )
-    outlier = make(config["outlier"])
     optimizer = engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng))
+    where = {"micro_batch": plan.rows, "seq_len": plan.seq_len, "rank": rank, "world": world}
+    meter = _meter(make, config, network, engine, numbers)
+    outlier = make(config["outlier"])
     autocast = precision.autocast(device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
@@ -96,14 +87,39 @@ def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: 
     )
 
 
-def _optimizer(
-    make: Callable[..., Any], node: Config, rng: ModelRng, segments: Sequence[Segment]
-) -> Optimizer:
+def _network(
+    make: Make, config: Config, precision: Precision, vocab_size: int, *, device: torch.device, begins: bool
+) -> nn.Module:
+    """Build the model with its first weights; `begins` is false for a run that goes on."""
+    train = config["train"]
+    network: nn.Module = make(config["model"], vocab_size=vocab_size, max_seq_len=train["seq_len"])
+    source = getattr(network, "init_from", None)
+    if source and begins:
+        # A run that goes on takes its weights from its checkpoint: what it began with may be gone.
+        initialise(network, source)
+    precision.convert(network, device=device)
+    settle_blocks(network, compile=config["run"]["compile"], checkpoint=train["checkpoint_blocks"])
+    return network
+
+
+def _meter(make: Make, config: Config, network: nn.Module, engine: Engine, numbers: dict[str, str]) -> Meter:
+    device, flops = engine.device, getattr(network, "flops_per_token", None)
+    meter: Meter = make(
+        config["meter"],
+        flops_per_token=flops(config["train"]["seq_len"]) if flops else 0,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        dtype="fp32" if numbers["mode"] == "fp32" else "bf16",
+        world=engine.world,
+    )
+    return meter
+
+
+def _optimizer(make: Make, node: Config, rng: ModelRng, segments: Sequence[Segment]) -> Optimizer:
     takes = frozenset(signature_of(str(node["_target_"])).parameters)
     return assemble(segments, node=node, make=make, takes=takes, rng=rng)
 
 
-def _scheduler(make: Callable[..., Any], config: Config, *, tokens: int) -> Scheduler:
+def _scheduler(make: Make, config: Config, *, tokens: int) -> Scheduler:
     node = config["optimizer"]
     factor = Options(**{name: node[name] for name in NAMES & node.keys()}).lr_factor(tokens)
     schedule: Scheduler = make(config["scheduler"])
