@@ -84,5 +84,3 @@ def stamps(where: Path) -> dict[str, tuple[int, int]]:
     """Return what changes when a finished cell is run again."""
     files = [path for path in where.glob("*/result.json")]
     return {path.parent.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
-
-

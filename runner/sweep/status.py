@@ -17,7 +17,9 @@ from runner.sweep.tell import short
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m runner.sweep.status", description="List a sweep's cells.")
+    parser = argparse.ArgumentParser(
+        prog="python -m runner.sweep.status", description="List a sweep's cells."
+    )
     parser.add_argument("sweep", nargs="+", help="sweep folders, as in outputs/sweeps/warmup_lr-3fa9c1")
     given = parser.parse_args(arguments)
     try:
