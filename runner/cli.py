@@ -6,6 +6,7 @@ SIGINT / SIGTERM after saving a checkpoint.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -28,6 +29,8 @@ class ConfigError(ValueError):
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    # Imports make only what stays: searching it for garbage takes an eighth of the start-up.
+    gc.disable()
     code = run_command(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -39,6 +42,11 @@ def run_command(arguments: Sequence[str]) -> int:
     """Compose, check and launch what `arguments` ask for; return the exit code."""
     if list(arguments) in (["--version"], ["-V"]):
         print(f"runner {__version__}")
+        return 0
+    if list(arguments) in (["--help"], ["-h"]):
+        from runner.usage import usage
+
+        print(usage())
         return 0
     from runner.explain import explain, unknown_flag
     from runner.sweep.cells import CellError

@@ -33,6 +33,7 @@ class Run:
     device: str = "auto"
     threads: Annotated[int, Ge(1)] | None = None
     deterministic: bool = True
+    compile: Literal[False, "blocks"] = False
     overwrite: bool = False
     trust: list[str] = field(default_factory=list)
     plot: bool = True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runner.model.layers import Kernels, is_fast
 
-BLOCK = 64  # queries that share one matrix product; keys after them are not computed
+BLOCK = 128  # queries that share one matrix product; keys after them are not computed
 KEPT_BYTES = 32 << 20  # attention weights of a layer up to this size are kept for the backward pass
 
 
@@ -63,7 +63,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, kernels: Kernels, dropout: flo
     if groups != heads:
         k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
     whole = q.shape[2] == k.shape[2]
-    if whole and dropout == 0.0 and is_fast(q, kernels):
+    if whole and dropout == 0.0 and kernels == "fast" and q.device.type == "cpu":
         y: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
         return y
     if whole and kernels == "fast" and q.device.type != "cpu":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from runner.model.attention import Cache, LayerCache, attention
 from runner.model.gpt2 import check_length
 from runner.model.init import STD, normal_, residual_std
-from runner.model.layers import Kernels, rms_norm, rotate, swiglu
+from runner.model.layers import Kernels, Linear, rms_norm, rotate, swiglu
 from runner.model.loss import head_loss
 
 
@@ -52,6 +52,7 @@ class LlamaBlock(nn.Module):
         super().__init__()
         C, D = width, width // heads
         self.heads, self.kv_heads, self.norm_eps, self.kernels = heads, kv_heads, norm_eps, kernels
+        self.linear: Linear = F.linear  # the run's precision may put another in its place
         self.ln1w = nn.Parameter(torch.ones(C))
         self.qkvw = nn.Parameter(torch.zeros((heads + 2 * kv_heads) * D, C))
         self.qnormw = nn.Parameter(torch.ones(D)) if qk_norm else None
@@ -63,13 +64,13 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         x = x + self._attend(self._norm(x, self.ln1w), cos, sin, cache)
-        gate_up = F.linear(self._norm(x, self.ln2w), self.gateupw)
-        return x + F.linear(swiglu(gate_up, kernels=self.kernels), self.downw)
+        gate_up = self.linear(self._norm(x, self.ln2w), self.gateupw)
+        return x + self.linear(swiglu(gate_up, kernels=self.kernels), self.downw)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
         B, T, C = x.shape
         H, G, D = self.heads, self.kv_heads, C // self.heads
-        qkv = F.linear(x, self.qkvw).view(B, T, H + 2 * G, D).transpose(1, 2)
+        qkv = self.linear(x, self.qkvw).view(B, T, H + 2 * G, D).transpose(1, 2)
         q, k, v = torch.split(qkv, [H, G, G], 1)
         if self.qnormw is not None and self.knormw is not None:
             q, k = self._norm(q, self.qnormw), self._norm(k, self.knormw)
@@ -77,7 +78,7 @@ class LlamaBlock(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         y = attention(q, k, v, kernels=self.kernels)
-        return F.linear(y.transpose(1, 2).reshape(B, T, C), self.attprojw)
+        return self.linear(y.transpose(1, 2).reshape(B, T, C), self.attprojw)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, eps=self.norm_eps, kernels=self.kernels)
@@ -141,7 +142,8 @@ class Llama(nn.Module):
         cos, sin = _angles(max_seq_len, dims=width // heads, theta=rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
+        if init_from is None:
+            self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, zero_head: bool, scale_embedding: bool) -> None:
