@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN = (
-    "logger=[llmc,jsonl] run.plot=false evaluate=val evaluate.val.batches=4 "
-    "model.layers=2 model.width=64 model.loss_chunk=4096 train.seq_len=64 train.micro_batch=4 checkpoint.every=1000"
-).split()
+RUN = [
+    *("logger=[llmc,jsonl]", "run.plot=false", "evaluate=val", "evaluate.val.batches=4"),
+    *("model.layers=2", "model.width=64", "model.loss_chunk=4096"),
+    *("train.seq_len=64", "train.micro_batch=4", "checkpoint.every=1000"),
+]
 
 
 def main() -> None:
