@@ -124,9 +124,7 @@ def random_windows(w: Workload) -> Callable[[], tuple[Tensor, Tensor]]:
         data = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)  # anew, as nanoGPT does
         starts = torch.randint(len(data) - w.seq_len, (w.batch,)).tolist()
         x, y = (
-            torch.stack(
-                [torch.from_numpy(data[i + d : i + d + w.seq_len].astype(np.int64)) for i in starts]
-            )
+            torch.stack([torch.from_numpy(data[i + d : i + d + w.seq_len].astype(np.int64)) for i in starts])
             for d in (0, 1)
         )
         return x, y
