@@ -49,6 +49,7 @@ def run_command(arguments: Sequence[str]) -> int:
         print(usage())
         return 0
     from runner.explain import explain, unknown_flag
+    from runner.sweep.cells import CellError
 
     if wrong := unknown_flag(arguments):
         return _refuse([wrong])
@@ -61,6 +62,10 @@ def run_command(arguments: Sequence[str]) -> int:
         return leave.code if isinstance(leave.code, int) else 1 if leave.code else 0
     except KeyboardInterrupt:
         return 130
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except CellError:
+        return 1
     except Exception as error:
         lines = explain(error, arguments)
         if lines is None:
@@ -91,10 +96,12 @@ def _refuse(problems: Sequence[str]) -> int:
 def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool) -> Any:
     import hydra
 
+    from runner.sweep.plugin import register
+
     # Hydra 1.4 warns about a version base; 1.3 needs it.
     base = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+    register()
 
-    @hydra.main(config_path=str(CONF), config_name="config", **base)
     def app(cfg: Any) -> float | None:
         if restore_env:
             os.environ.pop("HYDRA_FULL_ERROR", None)
@@ -107,7 +114,9 @@ def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool) -> Any
         outcomes.append(outcome)
         return outcome.val_loss
 
-    return app
+    # A sweep's launcher never calls the app; this is where it leaves what the command came to.
+    app.outcomes = outcomes  # type: ignore[attr-defined]
+    return hydra.main(config_path=str(CONF), config_name="config", **base)(app)
 
 
 def start(cfg: Any) -> Outcome:
@@ -130,7 +139,7 @@ def resolve(cfg: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from runner.config import check
+    from runner.config import check, check_node
     from runner.explain import explain
     from runner.rules import cross_check
 
@@ -140,7 +149,7 @@ def resolve(cfg: Any) -> dict[str, Any]:
         raise ConfigError(list(_unresolved(cfg)) or explain(error) or [str(error)]) from error
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items() if key != "hydra"}
-    problems = check(plain)
+    problems = [*check(plain), *check_node(plain.pop("sweep", {}), "sweep")]
     wrong = {re.split(r"[.:]", line)[0] for line in problems}
     problems = [*_originals(problems, cfg), *cross_check(plain, wrong=wrong)]
     if problems:

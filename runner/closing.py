@@ -41,7 +41,9 @@ def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Pa
     if math.isfinite(s.progress.best_val_loss):
         best = f"best {s.progress.best_val_loss:.4f} at step {s.progress.best_step}"
         lines.append(f"  val loss    {outcome.val_loss:.4f} nats per token ({best})")
-    lines.append(f"  files       {folder}: main.log, metrics.jsonl, checkpoints")
+    names = [n for n in ("main.log", "metrics.jsonl", "manifest.json") if (s.dir / n).is_file()]
+    names += ["checkpoints"] if any(s.dir.glob("DONE_*")) else []
+    lines.append(f"  files       {folder}: {', '.join(names)}")
     if plot is not None:
         lines.append(f"  curves      {_short(plot)}")
     lines += [f"  {name:<11} {hint}" for name, hint in _hints(s)]
@@ -51,7 +53,7 @@ def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Pa
         lines.append(f"  train on    {again} train.steps={s.plan.steps * 2} ... (with your other settings)")
     elif outcome.status == "stopped":
         lines.append(f"  continue    {again} ... (the same command, with this run.name)")
-    if s.store.every:
+    if names[-1] == "checkpoints":
         lines.append(f"  sample      python -m runner.generate run={folder} prompt='Call me'")
     return lines
 

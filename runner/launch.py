@@ -33,9 +33,12 @@ class Run:
     device: str = "auto"
     threads: Annotated[int, Ge(1)] | None = None
     deterministic: bool = True
+    compile: Literal[False, "blocks"] = False
     overwrite: bool = False
     trust: list[str] = field(default_factory=list)
     plot: bool = True
+    label: str | None = None
+    from_: str | None = None
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ class Plan(NamedTuple):
 
 def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
     """Compose the run's configuration and evaluate its schedule at every step."""
-    from hydra import compose, initialize_config_dir  # 0.2 s that importing this module need not cost
     import hydra
+    from hydra import compose, initialize_config_dir  # 0.2 s that importing this module need not cost
     from omegaconf import OmegaConf
 
     base = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}

@@ -28,6 +28,7 @@ from runner.api import (
     View,
 )
 from runner.checkpoint.store import Store
+from runner.curvature import Curvature
 from runner.emit import Emitter
 from runner.inject import Inject
 from runner.meter import Meter
@@ -103,6 +104,7 @@ class Session:
     model: nn.Module
     engine: Engine
     optimizer: Optimizer
+    curvature: Curvature
     scheduler: Scheduler
     clip: Clip
     outlier: Outlier
