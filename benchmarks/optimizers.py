@@ -17,11 +17,11 @@ from pathlib import Path
 
 GRID = {
     "adamw": ("3e-3", "1e-2"),
-    "lion": ("1e-3", "3e-3"),
-    "sophia": ("1e-3", "3e-3"),
+    "lion": ("5e-4", "1e-3"),
+    "sophia": ("5e-4", "1e-3"),
     "muon": ("3e-3", "1e-2"),
     "adafactor": ("3e-2", "1e-1"),
-    "sgd": ("3e-1", "1"),
+    "sgd": ("1e-1", "3e-1"),
 }
 MODEL = ["model.layers=3", "model.heads=4", "model.width=64", "train.seq_len=96", "train.micro_batch=8"]
 SETTINGS = ["precision=fp32", "run.threads=1", "run.plot=false", "logger=[jsonl]", "checkpoint.every=0"]
