@@ -82,5 +82,5 @@ def all_traces(where: Path) -> dict[str, dict[str, bytes]]:
 
 def stamps(where: Path) -> dict[str, tuple[int, int]]:
     """Return what changes when a finished cell is run again."""
-    files = [path for path in where.glob("*/result.json")]
+    files = list(where.glob("*/result.json"))
     return {path.parent.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def interrupted(cwd: Path, *arguments: str, kills: int, seed: int, whole_s: floa
     instants = random.Random(seed)
     printed = ""
     for n in range(kills + 1):
-        mark = f"{seed}-{n}-{cwd.name}"
+        mark = uuid.uuid4().hex
         before = stamps(folder(cwd)) if (cwd / "outputs").exists() else {}
         process = start("-m", *TINY, *arguments, cwd=cwd, mark=mark)
         if n == kills:
@@ -48,7 +49,7 @@ def compare(tmp_path: Path, *arguments: str, kills: int, seed: int) -> None:
 
 
 def test_a_killed_sweep_ends_with_the_same_bits(tmp_path: Path) -> None:
-    compare(tmp_path, "optimizer.lr=1e-3,3e-3", "run.seed=1,2", "sweep.parallel=2", kills=2, seed=1)
+    compare(tmp_path, "run.seed=1,2,3", "sweep.parallel=2", kills=1, seed=1)
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def make_cells(
     problems: list[tuple[Cell, list[str]]] = []
     for job, row in zip(jobs, rows, strict=True):
         key = cells.identity(row, swept=frozenset(differing))
-        label = naming.label(row, differing or [k for k in row if not cells.is_how(k)])
+        label = naming.label(row, differing)
         cell = numbered(key, label, row, folder=folder, numbers=numbers)
         try:
             cell = replace(cell, config=composer.compose(job))

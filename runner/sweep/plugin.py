@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -15,6 +17,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from runner import CONF
+from runner.cli import ConfigError
 from runner.sweep.branches import run_branches
 from runner.sweep.cells import CellError, Result
 from runner.sweep.plan import Composer
@@ -32,6 +36,17 @@ def register() -> None:
         setattr(module, plugin.__name__, plugin)
         Plugins.instance().register(plugin)
     sys.modules[_MODULE] = module
+    _prefer_our_presets()
+
+
+def _prefer_our_presets() -> None:
+    """Take nodes that a launcher's package stored under a preset's name out of Hydra's store.
+
+    Hydra 1.3 would check the preset against them, with a deprecation warning in every job.
+    """
+    stored = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
+    for preset in (CONF / "hydra" / "launcher").glob("*.yaml"):
+        stored.pop(preset.name, None)
 
 
 class Processes(Launcher):
@@ -76,6 +91,10 @@ class Cells(Sweeper):
         composer, launcher = self._composer, self._launcher
         assert composer is not None
         assert launcher is not None
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise ConfigError(
+                ["-m: torchrun starts the ranks of one run; start a sweep without it (parallel=ddp)"]
+            )
         lines = [f"{key}={value}" for key, value in self._params.items()] + arguments
         parsed = composer.parse(lines)
         settings = composer.settings()

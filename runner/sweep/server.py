@@ -84,16 +84,18 @@ class Server:
         pid = os.fork()
         if pid == 0:
             self._be_cell(server, request)
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)  # here too: the group must exist before anybody may want to kill it
         self._pids[number] = pid
 
     def _be_cell(self, server: int, request: dict[str, Any]) -> None:
-        """Become the cell: its own session and log, tied to the server's life. Never returns."""
+        """Become the cell: its own process group and log, tied to the server's life. Never returns."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
-            os.setsid()
+            os.setpgid(0, 0)
             end_with_parent(server)
             self._link.close()
             redirect(Path(request["log"]))
