@@ -77,8 +77,9 @@ def table(rows: Sequence[Row], down: str, across: str) -> tuple[list[Any], list[
     for i, y in enumerate(ys):
         for j, x in enumerate(xs):
             losses = [r.val_loss for r in rows if r.values[down] == y and r.values[across] == x]
-            losses = [loss for loss in losses if not math.isnan(loss)]
-            means[i, j] = sum(losses) / len(losses) if losses else math.nan
+            finite = [loss for loss in losses if math.isfinite(loss)]
+            bad = math.inf if any(math.isinf(loss) for loss in losses) else math.nan
+            means[i, j] = sum(finite) / len(finite) if finite else bad
     return ys, xs, means
 
 
