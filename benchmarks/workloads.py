@@ -66,7 +66,7 @@ def token_file(vocab: int) -> Path:
 
 
 def overrides(w: Workload, *, precision: str, threads: int, steps: int, root: Path) -> list[str]:
-    """Return the command line of the runner for a workload; guard, clip and loggers stay at their defaults."""
+    """Return the runner's command line for a workload; clip and loggers stay at their defaults."""
     tokens = token_file(w.vocab)
     shape = [f"model.layers={w.layers}", f"model.heads={w.heads}", f"model.width={w.width}"]
     kind = ["model=tiny"]

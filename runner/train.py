@@ -79,18 +79,20 @@ def accumulate_gradients(s: Session) -> Tensor:
     """Leave the mean gradient of one step in the engine; return the mean loss [] over all ranks."""
     s.engine.zero_grad()
     losses = []
-    for i in range(s.plan.accumulate):
+    share = s.plan.accumulate
+    for i in range(share):
         batch = s.stream.next()
         s.rng.micro_step()
-        with s.engine.micro_batch(last=i == s.plan.accumulate - 1):
+        with s.engine.micro_batch(last=i == share - 1):
             with s.autocast():
                 loss = s.model(batch.inputs, batch.targets)
             loss = s.inject.loss(s.progress.step, loss)
-            (loss / s.plan.accumulate).backward()  # type: ignore[no-untyped-call]
+            (loss / share if share > 1 else loss).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     s.engine.finish_gradient_sync()
     s.inject.gradients(s.progress.step, s.engine)
-    return s.engine.mean(torch.stack(losses).double().mean()).float()
+    mean = torch.stack(losses).double().mean() if share > 1 else losses[0]
+    return s.engine.mean(mean).float()
 
 
 def estimate_curvature(s: Session) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_golden import GOLDEN, stacked
 
 from runner.model.descriptor import descriptor
 from runner.model.gpt2 import GPT2
 from runner.model.init import normal_
+from tests.model_golden import GOLDEN, stacked
 
 MODELS = json.loads((GOLDEN / "init.json").read_text())["models"]
 

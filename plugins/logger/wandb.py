@@ -27,10 +27,11 @@ class WandbLogger:
     """Log every event's metrics to one wandb run, which a resumed run continues under the same id.
 
     wandb is imported, started and called only in the worker thread, after the first training step;
-    events wait in a bounded queue until it is ready. The first thing that fails is reported once, then wandb is off and training goes
-    on: `main.log` and `metrics.jsonl` are the record, this is a view. Metrics use `train/step` as their
-    step, never wandb's own counter, which refuses to go back. So the steps that a crash threw away
-    and the resumed run repeats are accepted: they appear twice, at the same place on the curve.
+    events wait in a bounded queue until it is ready. The first thing that fails is reported once, then
+    wandb is off and training goes on: `main.log` and `metrics.jsonl` are the record, this is a view.
+    Metrics use `train/step` as their step, never wandb's own counter, which refuses to go back. So the
+    steps that a crash threw away and the resumed run repeats are accepted: they appear twice, at the
+    same place on the curve.
 
     `mode: auto` is online if an API key is configured (environment, netrc or wandb's settings files)
     and offline otherwise. If the server cannot be reached the run is written offline.

@@ -21,8 +21,9 @@ KEPT_BYTES = 32 << 20  # attention weights of a layer up to this size are kept f
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer's past tokens, [B, H, capacity, D], filled up to `length`."""
+    """Keys and values of one layer's past tokens, [batch, H, capacity, D], filled up to `length`."""
 
+    batch: int
     capacity: int
     length: int = 0
     keys: Tensor | None = None
@@ -35,6 +36,7 @@ class LayerCache:
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
         end = self.length + k.shape[2]
         assert end <= self.capacity
+        assert k.shape[0] == self.batch
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v
         self.length = end

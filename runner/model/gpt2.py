@@ -175,7 +175,7 @@ class GPT2(nn.Module):
 
     def new_cache(self, batch: int) -> Cache:
         """Return an empty cache for generating `batch` sequences."""
-        return Cache([LayerCache(self.max_seq_len) for _ in range(self.layers)])
+        return Cache([LayerCache(batch, self.max_seq_len) for _ in range(self.layers)])
 
     def header(self) -> dict[str, int]:
         """Return the shape as llm.c's model file names it."""
