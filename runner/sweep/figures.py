@@ -134,7 +134,9 @@ def _scatter(figure: Any, axes: Any, rows: Sequence[Row], down: str, across: str
     losses = [row.val_loss for row in good]
     if good:
         top = float(np.percentile(losses, 90))
-        points = axes.scatter(xs, ys, c=losses, cmap="viridis", s=70, vmax=max(top, min(losses) + 1e-9))
+        points = axes.scatter(
+            xs, ys, c=losses, cmap="viridis", s=70, vmax=max(top, min(losses) + 1e-9), zorder=3
+        )
         figure.colorbar(points, ax=axes, shrink=0.9)
         axes.scatter([xs[0]], [ys[0]], s=190, facecolors="none", edgecolors="#ea580c", linewidths=2)
     axes.scatter([r.values[across] for r in bad], [r.values[down] for r in bad], marker="x", color="#9ca3af")
