@@ -157,10 +157,11 @@ def _check_warmup(trunk: Cell, branches: Branches) -> None:
     warmup = trunk.config["scheduler"].get("warmup_steps") or 0
     early = [b for b in branches.budgets if leaves_at(b, branches) < warmup]
     if early:
+        step = leaves_at(early[0], branches)
         raise ConfigError(
             [
-                f"sweep.branches.budgets: {early[0]} leaves the trunk at step {leaves_at(early[0], branches)}, "
-                f"inside its warmup; lower scheduler.warmup_steps={warmup}, or drop that budget"
+                f"sweep.branches.budgets: {early[0]} leaves the trunk at step {step}, inside its warmup; "
+                f"lower scheduler.warmup_steps={warmup}, or drop that budget"
             ]
         )
 
