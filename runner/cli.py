@@ -29,6 +29,7 @@ class ConfigError(ValueError):
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    sys.argv = [sys.argv[0], *with_mode(sys.argv[1:])]
     # Imports make only what stays: searching it for garbage takes an eighth of the start-up.
     gc.disable()
     code = run_command(sys.argv[1:])
@@ -36,6 +37,19 @@ def main() -> None:
     sys.stderr.flush()
     # Everything is written and closed by now; tearing torch down would only cost half a second.
     os._exit(code)
+
+
+def with_mode(arguments: Sequence[str]) -> list[str]:
+    """Have a chosen `sweep=` option mean several runs, with or without -m.
+
+    Hydra takes the mode from the command line or the primary config only.
+    """
+    given = []
+    for argument in arguments:
+        given.append(argument)
+        if re.fullmatch(r"sweep=(?!null$).+", argument) and not {"-m", "--multirun"} & {*arguments}:
+            given.append("hydra.mode=MULTIRUN")
+    return given
 
 
 def run_command(arguments: Sequence[str]) -> int:
