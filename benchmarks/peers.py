@@ -55,14 +55,28 @@ def _rows(
     how = f"{len(laps['nanogpt'])} rounds, {threads} thread(s), {metric[:-3]}"
     goal = GOALS.get(name, Goal((1, 1), (1, 1), (1, 1)))
     rows = [
-        Row(f"{name}: bf16 / nanoGPT-style", ratio(laps, OURS[0], "nanogpt", metric=metric), "x", *goal.bf16, how),
-        Row(f"{name}: fp32 / nanoGPT-style", ratio(laps, OURS[1], "nanogpt", metric=metric), "x", *goal.fp32, how),
+        Row(
+            f"{name}: bf16 / nanoGPT-style",
+            ratio(laps, OURS[0], "nanogpt", metric=metric),
+            "x",
+            *goal.bf16,
+            how,
+        ),
+        Row(
+            f"{name}: fp32 / nanoGPT-style",
+            ratio(laps, OURS[1], "nanogpt", metric=metric),
+            "x",
+            *goal.fp32,
+            how,
+        ),
     ]
     others = [ratio(laps, OURS[0], peer, metric=metric) for peer in ("nanogpt", *peers)]
     slowest = max(range(len(others)), key=others.__getitem__)  # the peer that we lead by least
     text = f"{how}; the fastest: {('nanogpt', *peers)[slowest]}"
     rows.append(Row(f"{name}: bf16 / the fastest peer", others[slowest], "x", *goal.fastest, text))
-    rows += [Row(f"{name}: {p} / nanoGPT-style", ratio(laps, p, "nanogpt", metric=metric), how=how) for p in peers]
+    rows += [
+        Row(f"{name}: {p} / nanoGPT-style", ratio(laps, p, "nanogpt", metric=metric), how=how) for p in peers
+    ]
     ms = percentile([lap.wall_ms for lap in laps["runner-bf16"]], 10)
     rate = WORKLOADS[name].flops / ms / 1e6
     rows.append(Row(f"{name}: bf16 rate of the runner", rate, "GFLOP/s", how="to compare with the roofline"))

@@ -19,7 +19,9 @@ def measure(*, threads: int, rounds: int, steps: dict[str, int]) -> list[Row]:
             laps, _ = race(LLAMA, name, threads=threads, rounds=rounds, steps=turn)
             for precision, must, want in (("fp32", 0.95, 0.85), ("bf16", 0.70, 0.60)):
                 value = ratio(laps, f"runner-{precision}", f"plain-{precision}", metric=metric)
-                rows.append(Row(f"{name} {precision}: step / plain torch modules", value, "x", must, want, how))
+                rows.append(
+                    Row(f"{name} {precision}: step / plain torch modules", value, "x", must, want, how)
+                )
             continue
         laps, _ = race(BARE, name, threads=threads, rounds=rounds, steps=turn)
         value = ratio(laps, "runner-bf16", "kernels-bf16", metric=metric)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from runner.config import build, check_node
 from runner.curvature import curvature_of
 from runner.optimizer.options import Options, assemble
 from runner.rng import ModelRng
+from runner.schedule import compose_plan
 from runner.signature import signature_of
+from tests.sessions import TINY, opened
 
 LR = 0.01
 SHAPES = {  # name: (role, shape, layers)
@@ -328,6 +331,20 @@ def test_the_rate_of_a_larger_step() -> None:
         Options(lr_scaling="sqrt")
     with pytest.raises(ValueError, match=r"optimizer.lr_scale.bias: no such role; use one of matrix"):
         Options(lr_scale={"bias": 1.0})
+
+
+def test_a_run_scales_its_schedule_and_the_drawing_shows_it(tmp_path: Path) -> None:
+    command = [
+        "optimizer=lion",
+        "optimizer.lr_scaling=sqrt",
+        "optimizer.reference_tokens=8",
+        "optimizer.lr=1e-3",
+    ]
+    session = opened(*TINY, *command, "train.steps=5", dir=tmp_path)
+    assert session.plan.tokens == 32
+    assert session.scheduler(0) == pytest.approx(2e-3)
+    assert compose_plan([*TINY, *command, "train.steps=5"]).lr == [session.scheduler(s) for s in range(5)]
+    session.engine.close()
 
 
 def test_matrix_optimizers_refuse_shards() -> None:

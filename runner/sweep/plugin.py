@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from runner import CONF
+from runner.cli import ConfigError
 from runner.sweep.branches import run_branches
 from runner.sweep.cells import CellError, Result
 from runner.sweep.plan import Composer
@@ -89,6 +91,10 @@ class Cells(Sweeper):
         composer, launcher = self._composer, self._launcher
         assert composer is not None
         assert launcher is not None
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise ConfigError(
+                ["-m: torchrun starts the ranks of one run; start a sweep without it (parallel=ddp)"]
+            )
         lines = [f"{key}={value}" for key, value in self._params.items()] + arguments
         parsed = composer.parse(lines)
         settings = composer.settings()
