@@ -98,6 +98,8 @@ def race(
     try:
         for racer in racers.values():
             racer.run(3)
+            time.sleep(2)  # what starts in the background (wandb) is done then
+            racer.run(steps)
         for round_ in range(rounds):
             order = list(racers.values())
             for racer in order[round_ % len(order) :] + order[: round_ % len(order)]:
