@@ -6,7 +6,7 @@ import functools
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,24 +15,37 @@ from runner import __version__, manifest
 from runner.api import Engine, Note, Optimizer, RunInfo, Segment, View
 from runner.config import MULTIPLE, build, trusted
 from runner.emit import Emitter
+from runner.forensics import Forensics
 from runner.meter import Meter
+from runner.pace import Pace
 from runner.precision import Precision
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
 from runner.session import Identity, Progress, Session
 from runner.stop import Stop
 from runner.train import Plan
+from runner.watchdog import Watchdog
 
 Config = dict[str, Any]
 
 
-def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> Session:
+class Process(NamedTuple):
+    """What a session gets from the process that it runs in."""
+
+    rank: int
+    world: int
+    device: torch.device
+    stop: Stop
+    watchdog: Watchdog
+
+
+def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     """Return a session that is ready to train: fresh, or restored from the newest intact checkpoint.
 
     Raises:
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
-    s = _build(config, dir=dir, rank=rank, world=world, stop=stop)
+    s = _build(config, dir=dir, process=process)
     restored = s.store.restore(s.snapshot(), overwrite=config["run"]["overwrite"])
     resumed = restored.snapshot is not None
     changes = _settle_manifest(config, s, step=restored.snapshot.step if restored.snapshot else None)
@@ -58,10 +71,10 @@ def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop
     return s
 
 
-def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> Session:
+def _build(config: Config, *, dir: Path, process: Process) -> Session:
     make = functools.partial(build, trust=trusted(config))
     run = config["run"]
-    device = choose_device(run["device"], rank=rank)
+    rank, world, device, stop, watchdog = process
     plan: Plan = make(config["train"], world=world)
     seed_everything(run["seed"], rank=rank)
     data = make(config["data"])
@@ -71,7 +84,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
     precision.convert(network, device=device)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
-    rng = ModelRng(device=device)
+    rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
     where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter: Meter = make(
         config["meter"],
@@ -80,7 +93,7 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         dtype="fp32" if numbers["mode"] == "fp32" else "bf16",
         world=world,
     )
-    outlier = make(config["outlier"])
+    outlier, inject = make(config["outlier"]), make(config["debug"], this_rank=rank)
     autocast = precision.autocast(device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
@@ -102,10 +115,20 @@ def _build(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> S
         readback=Readback(functools.partial(_timing, meter, plan), device=device),
         evaluators=several["evaluate"],
         view=View(model, engine, data, autocast, plan.micro_batch, plan.seq_len, run["seed"], plan.steps),
-        emitter=Emitter(several["logger"] if rank == 0 else {}),
-        store=make(config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier),
+        emitter=Emitter(inject.loggers(several["logger"]) if rank == 0 else {}),
+        store=make(
+            config["checkpoint"],
+            dir=dir,
+            rank=rank,
+            any_rank=engine.any,
+            barrier=engine.barrier,
+            fault=inject.write,
+        ),
         stop=stop,
-        inject=make(config["debug"]),
+        watchdog=watchdog,
+        inject=inject,
+        forensics=Forensics(dir, engine=engine, rank_tokens=plan.micro_batch * plan.seq_len),
+        pace=Pace(every=run["ranks_every"], engine=engine),
         identity=_identity(network, numbers, engine, run),
     )
 
@@ -121,7 +144,7 @@ def _settle_manifest(config: Config, s: Session, *, step: int | None) -> Sequenc
         config,
         data=s.data.fingerprint(),
         tokenizer=tokenizer.name if tokenizer else None,
-        parameters=s.engine.weights.numel(),
+        parameters=sum(slot.numel for slot in s.engine.layout),
         world=s.engine.world,
         start_step=step or 0,
     )
@@ -146,8 +169,8 @@ def _timing(meter: Meter, plan: Plan, step: int) -> Timing:
     return Timing(tokens=(step + 1) * plan.tokens, **speed._asdict())
 
 
-def choose_device(name: str, *, rank: int) -> torch.device:
-    """Return the device of a rank.
+def choose_device(name: str, *, local_rank: int) -> torch.device:
+    """Return the device of a rank, the `local_rank`-th of its machine.
 
     Raises:
         ValueError: there is no such device here.
@@ -166,7 +189,7 @@ def choose_device(name: str, *, rank: int) -> torch.device:
                 f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu"
             )
         device = torch.device(
-            "cuda", rank % torch.cuda.device_count() if device.index is None else device.index
+            "cuda", local_rank % torch.cuda.device_count() if device.index is None else device.index
         )
         torch.cuda.set_device(device)
     return device

@@ -35,7 +35,8 @@ class Store:
     """A run folder's checkpoints, as one rank sees them.
 
     Every method that all ranks must call together says so. Supplied when built: `dir` the run folder,
-    `rank` and `world`, `any_rank` (whether any rank raised a flag) and `barrier` of the engine.
+    `rank`, `any_rank` (whether any rank raised a flag) and `barrier` of the engine, and `fault`, which
+    may delay or fail a write for a drill (`debug.*`).
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class Store:
         rank: int = 0,
         any_rank: Callable[[bool], bool] = bool,
         barrier: Callable[[], None] = lambda: None,
+        fault: Callable[[], None] = lambda: None,
     ) -> None:
         self.every, self.keep, self.major_every = every, keep, major_every
         self.resume, self.format = resume, format
         self.allow_reshard, self.strict_env = allow_reshard, strict_env
         self.asynchronous = async_ != "off"
         self.dir = Path(dir)
-        self.rank, self._any_rank, self._barrier = rank, any_rank, barrier
+        self.rank, self._any_rank, self._barrier, self._fault = rank, any_rank, barrier, fault
         self.resumed_step: int | None = None
         self._saved_step: int | None = None
         self._copies = HostCopies()
@@ -155,7 +157,7 @@ class Store:
             problem = problem or "another rank's disk is too full"
             text = f"checkpoint {snapshot.step} not written, the next one is tried: {problem}"
             return [*events, Note(snapshot.step, text, "warning")]
-        writing = Writing(job, ready=self._copies.wait_host if copied else lambda: None)
+        writing = Writing(job, ready=partial(self._ready, copied=copied))
         self._flight = _Flight(snapshot.step, writing, copied, time.perf_counter() - start)
         return events if self.asynchronous else events + self.join()
 
@@ -167,6 +169,12 @@ class Store:
         except OSError as error:
             return f"{self.dir}: {error.strerror or error}"
         return f"{self.dir}: {free} bytes free, {need} needed" if free < need else None
+
+    def _ready(self, *, copied: bool) -> None:
+        """Return once the snapshot can be read; runs where the files are written."""
+        self._fault()
+        if copied:
+            self._copies.wait_host()
 
     @property
     def pending(self) -> bool:
