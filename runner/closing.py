@@ -22,11 +22,12 @@ def report(s: Session, config: dict[str, Any], outcome: Outcome) -> None:
 
 
 def _plot(folder: Path) -> Path | None:
-    from runner.report import plot_run, read_history
+    from runner.history import read_history
+    from runner.plot import plot_run
 
     try:
-        history = read_history(folder)
-        return plot_run(history, folder / "loss.png") or folder / "loss.png"
+        plot_run(read_history(folder), folder / "loss.png")
+        return folder / "loss.png"
     except Exception as error:
         # A picture is never worth a run's exit code.
         log.warning("loss.png could not be drawn: %s", error)

@@ -55,6 +55,6 @@ class Pace:
     def _now(self) -> Any:
         if not self._gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

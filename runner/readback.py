@@ -50,7 +50,7 @@ class Readback:
         if self._lag:
             host = torch.empty(len(rows), dtype=torch.float64, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         self._pending.append(_Pending(step, lr, values, arrived))
 

@@ -89,7 +89,7 @@ def micro_batch(s: Session, *, last: bool) -> Tensor:
         with s.autocast():
             loss: Tensor = s.model(batch.inputs, batch.targets)
         loss = s.inject.loss(s.progress.step, loss)
-        (loss / s.plan.accumulate).backward()
+        (loss / s.plan.accumulate).backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SMALL = (
-    "model.layers=2 model.heads=2 model.width=32 train.seq_len=16 train.micro_batch=2 train.steps=40 "
-    "optimizer.lr=1e-2 scheduler.warmup_steps=4 checkpoint.every=7 evaluate.val.every=10 "
-    "evaluate.val.batches=2 evaluate=val run.plot=false logger=[llmc,jsonl] run.threads=1"
-).split()
+SMALL = [
+    *("model.layers=2", "model.heads=2", "model.width=32", "train.seq_len=16", "train.micro_batch=2"),
+    *("train.steps=40", "optimizer.lr=1e-2", "scheduler.warmup_steps=4", "checkpoint.every=7"),
+    *("evaluate=val", "evaluate.val.every=10", "evaluate.val.batches=2", "logger=[llmc,jsonl]"),
+    *("run.plot=false", "run.threads=1"),
+]
 """A run of a second: enough of everything to be worth interrupting."""
 
 

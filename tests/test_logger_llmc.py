@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runner.plugins.logger.llmc import LlmcLogger, line
 
 from runner.api import Note, RunInfo, Saved, Score, TrainStep, ValLoss
+from runner.plugins.logger.llmc import LlmcLogger, line
 
 GOLDEN = Path(__file__).parent / "golden"
 LOGGER = json.loads((GOLDEN / "logger.json").read_text())

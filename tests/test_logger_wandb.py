@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+
 from runner.plugins.logger.wandb import WandbLogger
 
 ROOT = Path(__file__).parent.parent

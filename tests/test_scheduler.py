@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner.plugins.scheduler.inv_sqrt import inv_sqrt
 
 from runner import CONF, schedule, scheduler
+from runner.plugins.scheduler.inv_sqrt import inv_sqrt
 from runner.scheduler import constant, cosine, curve, decay_start, linear, wsd
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "schedulers.json").read_text())["cases"]

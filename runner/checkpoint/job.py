@@ -13,6 +13,8 @@ from runner.checkpoint import disk, llmc_format, safetensors_format, side_file
 from runner.checkpoint import folder as files
 from runner.checkpoint.disk import Chunk, Written
 
+_SPARE_BYTES = 16 << 20  # left free on the disk for logs
+
 
 class Job(NamedTuple):
     """What one rank has to write: data files in order, then a side file that vouches for them."""
@@ -79,3 +81,13 @@ def make_job(snapshot: Snapshot, *, folder: Path, suffix: str) -> Job:
     weights = snapshot.weights if rank == 0 else None
     layout: tuple[Slot, ...] = snapshot.layout
     return Job(tuple(data), files.extra_path(folder, step, rank), extra, weights, layout)
+
+
+def short_of_space(job: Job, folder: Path, *, ranks: int) -> str | None:
+    """Return why the disk cannot take this job times `ranks`, or None if it can."""
+    need = job.size * ranks + _SPARE_BYTES
+    try:
+        free = disk.free_bytes(folder)
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}"
+    return f"{folder}: {free} bytes free, {need} needed" if free < need else None

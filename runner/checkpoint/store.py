@@ -14,10 +14,8 @@ from runner.api import Event, Note, Removed, Saved, Snapshot
 from runner.checkpoint import disk, load, side_file
 from runner.checkpoint import folder as files
 from runner.checkpoint.host_copies import HostCopies
-from runner.checkpoint.job import Job, check_format, make_job
+from runner.checkpoint.job import check_format, make_job, short_of_space
 from runner.checkpoint.writer import Writing
-
-_SPARE_BYTES = 16 << 20  # left free on the disk for logs
 
 
 class Restored(NamedTuple):
@@ -34,9 +32,9 @@ class Restored(NamedTuple):
 class Store:
     """A run folder's checkpoints, as one rank sees them.
 
-    Every method that all ranks must call together says so. Supplied when built: `dir` the run folder,
-    `rank`, `any_rank` (whether any rank raised a flag) and `barrier` of the engine, and `fault`, which
-    may delay or fail a write for a drill (`debug.*`).
+    Every method that all ranks must call together says so. Supplied when built: `dir` the run folder, the
+    engine's `rank`, `any_rank` (its `any`: whether any rank raised a flag) and `barrier`, and `fault`,
+    which may delay or fail a write for a drill (`debug.*`).
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class Store:
         copied = snapshot.weights.device.type != "cpu"
         held = self._copies.take(snapshot) if copied else snapshot
         job = make_job(held, folder=self.dir, suffix=check_format(self.format, snapshot))
-        problem = self._short_of_space(job, snapshot)
+        problem = short_of_space(job, self.dir, ranks=snapshot.world if self.rank == 0 else 1)
         if self._any_rank(problem is not None):
             problem = problem or "another rank's disk is too full"
             text = f"checkpoint {snapshot.step} not written, the next one is tried: {problem}"
@@ -160,15 +158,6 @@ class Store:
         writing = Writing(job, ready=partial(self._ready, copied=copied))
         self._flight = _Flight(snapshot.step, writing, copied, time.perf_counter() - start)
         return events if self.asynchronous else events + self.join()
-
-    def _short_of_space(self, job: Job, snapshot: Snapshot) -> str | None:
-        ranks = snapshot.world if self.rank == 0 else 1
-        need = job.size * ranks + _SPARE_BYTES
-        try:
-            free = disk.free_bytes(self.dir)
-        except OSError as error:
-            return f"{self.dir}: {error.strerror or error}"
-        return f"{self.dir}: {free} bytes free, {need} needed" if free < need else None
 
     def _ready(self, *, copied: bool) -> None:
         """Return once the snapshot can be read; runs where the files are written."""
