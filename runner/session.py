@@ -173,14 +173,17 @@ class Session:
 
     def restore(self, found: Snapshot) -> list[str]:
         """Put every part where it was when `found` was written; return what could not be."""
+        was = int(found.env.get("world", self.engine.world))
+        resharded = was != self.engine.world
         self.engine.load_weights(found.weights)
         self.optimizer.load_state_dict(found.optimizer)
-        self.stream.load_state_dict(found.stream)
+        self.stream.load_state_dict({**found.stream, "recut": resharded} if resharded else found.stream)
         self.rng.load_state_dict(found.rng)
         notes = []
         for name, part in self.parts().items():
             try:
-                if name in found.parts:
+                # A rank that was not there keeps its own seeds: rank 0's generators are not for two.
+                if name in found.parts and not (name == "generators" and self.engine.rank >= was):
                     part.load_state_dict(found.parts[name])
             except ValueError as error:
                 # The guard may be swapped in mid-run; anything else that does not fit is an error.
