@@ -243,7 +243,7 @@ class Engine(Protocol):
     device: torch.device
     layout: tuple[Slot, ...]
     gradient: Tensor  # flat, fp32: every slot in order, or where weights are sharded this rank's part
-    draws_per_micro_step: int  # draws of llm.c's stream that one micro-step stands for (`ModelRng`)
+    draws_per_micro_step: int  # of llm.c's generator, so that its stream does not depend on the ranks
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the parameters into the flat buffers; return what the loop calls."""

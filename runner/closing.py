@@ -61,7 +61,7 @@ def _hints(s: Session) -> list[tuple[str, str]]:
         hint = getattr(logger, "hint", None)
         text = hint() if callable(hint) else ""
         if text:
-            found.append((name, text))
+            found.append((name, text.removeprefix(f"{name}: ")))
     return found
 
 

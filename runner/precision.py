@@ -15,6 +15,7 @@ Mode = Literal["fp32", "bf16", "bf16_master", "fp8"]
 
 FP32_ERROR = 2e-6  # relative; single precision reaches 3e-7 on the probe, bf16 only 3e-3
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86 and arm names in /proc/cpuinfo
+CPUINFO = Path("/proc/cpuinfo")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first with fp8 matrix units
 
 
@@ -115,10 +116,9 @@ def _has_bf16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
         return False
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and any(
+    return CPUINFO.exists() and any(
         BF16_FLAGS & set(line.partition(":")[2].split())
-        for line in cpuinfo.read_text().splitlines()
+        for line in CPUINFO.read_text().splitlines()
         if line.lower().startswith(("flags", "features"))
     )
 

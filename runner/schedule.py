@@ -6,16 +6,18 @@ the run will follow.
 
 from __future__ import annotations
 
-import inspect
 import math
-import pkgutil
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner import CONF
+from runner.config import build, check_node
+from runner.explain import explain
 from runner.scheduler import curve, decay_start
+
+if TYPE_CHECKING:
+    from runner.api import Scheduler
 
 WIDTH, HEIGHT = 80, 12  # of the drawing in the terminal
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -32,17 +34,20 @@ class Plan(NamedTuple):
 def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
     """Compose the run's configuration and evaluate its schedule at every step."""
     from hydra import compose, initialize_config_dir  # 0.2 s that importing this module need not cost
-    from hydra.errors import HydraException
+    import hydra
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
+    base = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
     try:
-        with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
+        with initialize_config_dir(config_dir=str(conf), **base):
             config = compose("config", overrides=overrides)
         node = OmegaConf.to_container(config.scheduler, resolve=True)
         steps = config.train.steps
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(str(error).strip().splitlines()[0]) from None
+    except Exception as error:
+        lines = explain(error, overrides)
+        if lines is None:
+            raise
+        raise ValueError("; ".join(lines)) from None
     assert isinstance(node, dict)
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"train.steps={steps} must be a whole number of at least 1 to draw a schedule")
@@ -96,7 +101,7 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
         plan = compose_plan([a for a in arguments if not a.startswith("out=")], conf=conf)
         save_png(plan, out)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"runner: error: {error}", file=sys.stderr)
         return 2
     print(draw(plan.lr))
     for name, step in plan.marks.items():
@@ -105,18 +110,12 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
     return 0
 
 
-def _bind(node: dict[str, Any]) -> partial[float]:
-    target, arguments = node["_target_"], {k: v for k, v in node.items() if k != "_target_"}
-    if not str(target).startswith("runner."):
-        raise ValueError(
-            f"scheduler._target_={target} is not part of runner: only its own schedules are drawn"
-        )
-    try:
-        function = pkgutil.resolve_name(target)
-        inspect.signature(function).bind(0, **arguments)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"scheduler: {target}: {error}") from None
-    return partial(function, **arguments)
+def _bind(node: dict[str, Any]) -> Scheduler:
+    problems = list(check_node(node, "scheduler"))
+    if problems:
+        raise ValueError("; ".join(problems))
+    scheduler: Scheduler = build(node)
+    return scheduler
 
 
 def _marks(node: dict[str, Any], *, steps: int) -> dict[str, int]:

@@ -48,35 +48,42 @@ def adamw_kernel(
     mask = i < n
     at = layer.to(tl.int64) * n + i
     to = layer.to(tl.int64) * param_stride + i
-    lr, beta1, beta2 = tl.load(scalars_ptr), tl.load(scalars_ptr + 1), tl.load(scalars_ptr + 2)
-    correction1, correction2 = tl.load(scalars_ptr + 3), tl.load(scalars_ptr + 4)
-    eps = tl.load(scalars_ptr + 5)
     g = tl.load(scale_ptr) * tl.load(grad_ptr + layer.to(tl.int64) * grad_stride + i, mask=mask, other=0.0)
-    if MASTER:
-        old = tl.load(master_ptr + at, mask=mask, other=0.0)
-    elif HALF:
-        held = tl.load(param_ptr + to, mask=mask, other=0).to(tl.int32)
-        old = ((held & 0xFFFF) << 16).to(tl.float32, bitcast=True)
-    else:
-        old = tl.load(param_ptr + to, mask=mask, other=0.0)
-    m = tl.load(m_ptr + at, mask=mask, other=0.0)
-    v = tl.load(v_ptr + at, mask=mask, other=0.0)
-    squared = g * g
-    m = tl.math.fma(beta1 + tl.zeros_like(g), m, tl.math.fma(-beta1 + tl.zeros_like(g), g, g))
-    v = tl.math.fma(beta2 + tl.zeros_like(g), v, tl.math.fma(-beta2 + tl.zeros_like(g), squared, squared))
-    m_hat = tl.math.div_rn(m, correction1 + tl.zeros_like(m))
-    v_hat = tl.math.div_rn(v, correction2 + tl.zeros_like(v))
-    new = old - lr * (tl.math.div_rn(m_hat, tl.math.sqrt_rn(v_hat) + eps) + decay * old)
+    m = _lerp(tl.load(scalars_ptr + 1), tl.load(m_ptr + at, mask=mask, other=0.0), g)
+    v = _lerp(tl.load(scalars_ptr + 2), tl.load(v_ptr + at, mask=mask, other=0.0), g * g)
     tl.store(m_ptr + at, m, mask=mask)
     tl.store(v_ptr + at, v, mask=mask)
+    m_hat = tl.math.div_rn(m, tl.load(scalars_ptr + 3) + tl.zeros_like(m))
+    v_hat = tl.math.div_rn(v, tl.load(scalars_ptr + 4) + tl.zeros_like(v))
+    ratio = tl.math.div_rn(m_hat, tl.math.sqrt_rn(v_hat) + tl.load(scalars_ptr + 5))
+    old = _exact(param_ptr + to, master_ptr + at, mask, HALF, MASTER)
+    new = old - tl.load(scalars_ptr) * (ratio + decay * old)
     if MASTER:
         tl.store(master_ptr + at, new, mask=mask)
     if HALF:
         seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-        rounded = _round(new, _noise((start + i).to(tl.uint32), layer.to(tl.uint32), seed))
-        tl.store(param_ptr + to, rounded, mask=mask)
+        new = _round(new, _noise((start + i).to(tl.uint32), layer.to(tl.uint32), seed))
+    tl.store(param_ptr + to, new, mask=mask)
+
+
+@triton.jit
+def _lerp(beta, old, new):
+    """Move from `new` to `old` by `beta`, in llm.c's two fused operations."""
+    beta = beta + tl.zeros_like(new)
+    return tl.math.fma(beta, old, tl.math.fma(-beta, new, new))
+
+
+@triton.jit
+def _exact(params, masters, mask, HALF: tl.constexpr, MASTER: tl.constexpr):
+    """Return the fp32 weights that the update starts from."""
+    if MASTER:
+        weights = tl.load(masters, mask=mask, other=0.0)
+    elif HALF:
+        bits = tl.load(params, mask=mask, other=0).to(tl.int32)
+        weights = ((bits & 0xFFFF) << 16).to(tl.float32, bitcast=True)
     else:
-        tl.store(param_ptr + to, new, mask=mask)
+        weights = tl.load(params, mask=mask, other=0.0)
+    return weights
 
 
 @triton.jit

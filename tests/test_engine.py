@@ -103,6 +103,7 @@ def test_layers_that_differ_are_not_stacked_and_tied_parameters_appear_once() ->
         (nn.Identity(), "no parameters"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), "torch.bfloat16, torch.float32"),
         (nn.Linear(2, 2).double(), "torch.float64"),
+        (nn.Linear(2, 2).requires_grad_(False), "'weight' has requires_grad=False"),
     ],
 )
 def test_what_cannot_share_a_buffer_is_refused(model: nn.Module, message: str) -> None:

@@ -201,9 +201,9 @@ def test_the_drawing_names_where_a_wsd_schedule_turns(conf):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["scheduler=nosuch"], "scheduler/nosuch"),
-        (["+scheduler.warmup=3"], "'warmup'"),
-        (["scheduler.final_frac=2"], "final_frac=2"),
+        (["scheduler=nosuch"], "scheduler: no option 'nosuch'"),
+        (["+scheduler.warmup=3"], "scheduler.warmup: no such option"),
+        (["scheduler.final_frac=2"], "scheduler.final_frac: must be <= 1, got 2"),
         (["train.steps=0"], "train.steps=0"),
         (["scheduler._target_=os.system"], "os.system"),
     ],

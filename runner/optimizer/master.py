@@ -51,7 +51,11 @@ def rederive(segments: Sequence[Segment], *, master: Tensor, last_update: int) -
 
 
 def differing(segments: Sequence[Segment], *, master: Tensor, last_update: int) -> list[str]:
-    """Return the names of tensors whose bfloat16 weights are not the master's, rounded; [] is intact."""
+    """Return the names of tensors whose bfloat16 weights are not the master's, rounded; [] is intact.
+
+    Holds after an applied update, that is where `last_update` is no longer `runner.rng.START`: initial
+    weights are no rounded master.
+    """
     rounded = rederive(segments, master=master, last_update=last_update)
     return [
         segment.name

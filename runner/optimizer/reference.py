@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from runner.rng import stochastic_round, weight_noise
 CHUNK = 1 << 14  # elements at a time on a CPU, so that the temporaries stay in its second-level cache
 _HALF_BITS = 1 << 28  # of a float64: exactly between two float32
 _LOW_BITS = (1 << 29) - 1
+_SMALLEST_NORMAL = np.finfo(np.float32).tiny
 
 
 class Step(NamedTuple):
@@ -52,11 +54,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     wide = product + c
     if wide.device.type != "cpu":
         return _odd(product, c.double(), wide).float()
-    low = wide.view(torch.int64) & _LOW_BITS
-    doubtful = (low == _HALF_BITS) | (wide.abs() < torch.finfo(torch.float32).tiny)
-    doubtful &= wide != 0
-    if bool(doubtful.any()):
-        at = doubtful.nonzero(as_tuple=True)
+    values = np.atleast_1d(wide.numpy())
+    doubtful = (values.view(np.int64) & _LOW_BITS) == _HALF_BITS
+    doubtful |= np.abs(values) < _SMALLEST_NORMAL
+    if doubtful.any():
+        at = torch.from_numpy(doubtful & (values != 0)).view(wide.shape)
         wide[at] = _odd(product[at], c.double().expand_as(wide)[at], wide[at])
     return wide.float()
 
@@ -81,8 +83,14 @@ def adamw(
     v = fma(step.beta2, v, fma(-step.beta2, squared, squared))
     m_hat = m / step.correction1
     v_hat = v / step.correction2
-    root = v_hat.double().sqrt().float()  # torch's fp32 sqrt on a CPU is not correctly rounded
-    return old - step.lr * (m_hat / (root + step.eps) + decay * old), m, v
+    return old - step.lr * (m_hat / (_sqrt(v_hat) + step.eps) + decay * old), m, v
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Return the correctly rounded root of fp32 `x`; torch's own on a CPU is not."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.sqrt(x.numpy()))
+    return x.double().sqrt().float()
 
 
 def update(

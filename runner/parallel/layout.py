@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 def layout_of(model: nn.Module) -> Layout:
     """Return the layout of `model`'s distinct parameters; a tied parameter appears once.
 
-    Raises ValueError where the parameters cannot share one buffer (none, mixed types, not floating).
+    Raises ValueError where the parameters cannot share one buffer (none, frozen, mixed types).
     """
     named = dict(model.named_parameters())
     dtype = _one_dtype(named)
@@ -65,6 +65,12 @@ def layout_of(model: nn.Module) -> Layout:
 def _one_dtype(named: dict[str, nn.Parameter]) -> torch.dtype:
     if not named:
         raise ValueError("model: it has no parameters, so there is nothing to train; choose another model")
+    frozen = next((name for name, parameter in named.items() if not parameter.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(
+            f"model: {frozen!r} has requires_grad=False; every parameter is trained and decayed here: "
+            "register what stays fixed as a buffer"
+        )
     dtypes = {parameter.dtype for parameter in named.values()}
     allowed = {torch.float32, torch.bfloat16}
     if len(dtypes) != 1 or not dtypes <= allowed:

@@ -5,6 +5,9 @@ native: a rank adds its micro-batches in place; on the last one the back end's a
 canonical: the gradient of each micro-batch travels, and the micro-batches of all ranks are added in one
     binary tree over j = i * world + rank (micro-step i), llm.c's order of the data. Equal bits for any
     power-of-two number of ranks that share the same micro-batches, at `accumulate` times the traffic.
+
+Messages are kept from step to step, in all as large as the fp32 gradient (canonical: three times that
+on one or two ranks, less on more, and a further share for each doubling of the micro-batches).
 """
 
 from __future__ import annotations

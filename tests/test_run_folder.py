@@ -1,0 +1,56 @@
+"""Run folders: claimed by one run, never shared, always saying how the run ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from tests.commands import SMALL, run, start
+
+
+def test_runs_of_the_same_second_never_share_a_folder(tmp_path: Path) -> None:
+    short = [*SMALL, "train.steps=2", f"run.root={tmp_path / 'out'}"]
+    started = [start(*short, cwd=tmp_path) for _ in range(3)]
+    for process in started:
+        printed, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, printed
+    folders = [p for p in (tmp_path / "out").iterdir() if p.is_dir()]
+    assert len(folders) == 3
+    for folder in folders:
+        assert (folder / "main.log").read_text().count(" trl:") == 2
+
+
+def test_a_folder_in_use_is_refused_and_named(tmp_path: Path) -> None:
+    command = [*SMALL, "train.steps=100000", f"run.root={tmp_path}", "run.name=busy"]
+    first = start(*command, cwd=tmp_path)
+    try:
+        while not (tmp_path / "busy" / "main.log").is_file():
+            assert first.poll() is None
+            time.sleep(0.05)
+        printed = run(*command, cwd=tmp_path, code=2)
+        assert len(printed.splitlines()) == 1
+        assert f"in use by process {first.pid}" in printed
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_what_a_run_leaves_is_enough_to_repeat_it(tmp_path: Path) -> None:
+    printed = run(
+        *SMALL,
+        "logger=[llmc,console,jsonl]",
+        f"run.root={tmp_path}",
+        "run.name=x",
+        "run.plot=true",
+        cwd=tmp_path,
+    )
+    folder = tmp_path / "x"
+    for name in ("main.log", "metrics.jsonl", "manifest.json", "loss.png", "DONE_00000040"):
+        assert (folder / name).is_file(), name
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["config"]["train"]["steps"] == 40
+    assert manifest["parameters"] > 0
+    for text in ("val loss", "curves", "train on", "run.name=x", "sample"):
+        assert text in printed
+    assert (folder / "loss.png").stat().st_size > 10_000
