@@ -83,6 +83,7 @@ def _build(config: Config, *, dir: Path, process: Process) -> Session:
     network = make(config["model"], vocab_size=data.vocab_size, max_seq_len=plan.seq_len)
     precision.convert(network, device=device)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
+    identity = _identity(network, numbers, engine, run)  # before an engine changes the model's type
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
     rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
     where = {"micro_batch": plan.micro_batch, "seq_len": plan.seq_len, "rank": rank, "world": world}
@@ -129,7 +130,7 @@ def _build(config: Config, *, dir: Path, process: Process) -> Session:
         inject=inject,
         forensics=Forensics(dir, engine=engine, rank_tokens=plan.micro_batch * plan.seq_len),
         pace=Pace(every=run["ranks_every"], engine=engine),
-        identity=_identity(network, numbers, engine, run),
+        identity=identity,
     )
 
 

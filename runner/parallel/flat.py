@@ -138,13 +138,7 @@ class Flat:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a 0-d value over the ranks, added in rank order in float64 on each."""
-        if self.world == 1:
-            return value
-        values = collective.all_gather(value.detach().double().to(self.device).view(1), world=self.world)
-        total = values[0, 0]
-        for other in values[1:, 0]:
-            total = total + other
-        return (total / self.world).to(value.dtype)
+        return collective.mean(value, world=self.world, device=self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank raised `flag`; agreed by all."""
