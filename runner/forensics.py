@@ -72,10 +72,10 @@ class Forensics:
         record = {
             "step": event.step,
             "reason": event.reason,
-            "loss": event.loss,
-            "norm": event.norm,
-            "loss_z": event.loss_z,
-            "norm_z": event.norm_z,
+            "loss": _number(event.loss),
+            "norm": _number(event.norm),
+            "loss_z": _number(event.loss_z),
+            "norm_z": _number(event.norm_z),
             "lr": event.lr,
             "tensors": _worst(norms),
             "batches": _capped(places),
@@ -96,13 +96,17 @@ class Forensics:
         return {"shard": shard, "sample": sample, "start": place.start, "epoch": place.epoch}
 
 
-def _worst(norms: dict[str, float]) -> dict[str, float]:
+def _number(x: float) -> float | str:
+    return x if math.isfinite(x) else str(x)  # JSON has no nan
+
+
+def _worst(norms: dict[str, float]) -> dict[str, float | str]:
     """Return the tensors with the largest norms, those that are not finite first."""
 
     def badness(item: tuple[str, float]) -> float:
         return -item[1] if math.isfinite(item[1]) else -math.inf
 
-    return dict(sorted(norms.items(), key=badness)[:MOST_TENSORS])
+    return {name: _number(norm) for name, norm in sorted(norms.items(), key=badness)[:MOST_TENSORS]}
 
 
 def _capped(places: list[Any]) -> list[dict[str, Any]]:

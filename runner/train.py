@@ -43,7 +43,6 @@ def train(s: Session) -> float:
     while s.progress.step < s.plan.steps and not s.progress.stopped:
         step = s.progress.step
         s.watchdog.beat(f"step {step}")
-        s.inject.step(step)
 
         loss = accumulate_gradients(s)  # data, forward, backward      [] mean over the step
         norm = s.engine.grad_norm()  # global L2                       []
@@ -72,6 +71,7 @@ def accumulate_gradients(s: Session) -> Tensor:
     """Leave the mean gradient of one step in the engine; return the mean loss [] over all ranks."""
     losses = []
     with s.pace.alone():
+        s.inject.step(s.progress.step)
         s.engine.zero_grad()
         for i in range(s.plan.accumulate):
             losses.append(micro_batch(s, last=i == s.plan.accumulate - 1))
