@@ -82,7 +82,7 @@ def notes(folder: Path) -> list[str]:
 
 
 def done_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("DONE_")) for path in folder.glob("DONE_*"))
+    return sorted(int(path.name.removeprefix("DONE_")) for path in folder.glob("DONE_*") if not path.suffix)
 
 
 def assert_same_files(a: Path, b: Path, *, step: int) -> None:

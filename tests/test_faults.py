@@ -122,7 +122,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(path: Path) -> None:
     """Write zeros until not a byte fits any more."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         for size in (1 << 20, 4096, 1):
             with contextlib.suppress(OSError):
@@ -135,12 +135,13 @@ def fill(path: Path) -> None:
 def test_a_full_disk_costs_no_step_and_no_line(small_disk: Path, tmp_path: Path) -> None:
     few = command(tmp_path, "checkpoint.every=5", "train.steps=100000", "scheduler=constant", "run.name=x")
     few += ["evaluate.val.every=100000", "checkpoint.keep=2", "logger=[llmc,jsonl,console]"]
+    few += ["debug.slow_save_s=0.3"]  # the disk fills up between the look at its free space and the write
     process = start(*few, f"run.root={small_disk}", cwd=tmp_path)
     folder, ballast = small_disk / "x", small_disk / "ballast"
     try:
         wait_for(lambda: len(done_steps(folder)) >= 2)
         kept = done_steps(folder)
-        until = time.monotonic() + 1.5
+        until = time.monotonic() + 2
         while time.monotonic() < until:
             fill(ballast)  # again: a save that fails gives its space back
         assert process.poll() is None, "the run ended"
@@ -155,7 +156,7 @@ def test_a_full_disk_costs_no_step_and_no_line(small_disk: Path, tmp_path: Path)
         process.communicate()
     assert process.returncode == 143
     assert re.search(r"checkpoint \d+ not written.*(No space left|bytes free)", printed)
-    assert "No space left on device; its lines wait in memory" in printed
+    assert "its lines wait in memory" in printed
     steps = [row["step"] for row in events(folder, "TrainStep")]
     assert steps == list(range(len(steps))), "lines were lost"
     trained = [line.split()[0] for line in (folder / "main.log").read_text().splitlines() if " trl:" in line]
