@@ -24,4 +24,4 @@ def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> T
         )
     # A tensor, because torch computes `number / tensor` as number * (1 / tensor): another last bit.
     limit = torch.full_like(norm, max_norm)
-    return torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+    return torch.where(norm > limit, limit / norm, 1.0)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def report(s: Session, config: dict[str, Any], outcome: Outcome) -> None:
     """Draw the run's curves and write the closing screen to standard output."""
     plot = _plot(s.dir) if config["run"]["plot"] else None
-    sys.stdout.write("\n".join(closing_lines(s, outcome, plot=plot)) + "\n")
+    sys.stdout.write("\n".join(closing_lines(s, outcome, run=config["run"], plot=plot)) + "\n")
 
 
 def _plot(folder: Path) -> Path | None:
@@ -34,23 +34,26 @@ def _plot(folder: Path) -> Path | None:
         return None
 
 
-def closing_lines(s: Session, outcome: Outcome, *, plot: Path | None) -> list[str]:
+def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Path | None) -> list[str]:
     """Return the closing screen, one entry per line."""
     folder = _short(s.dir)
     lines = [outcome.message] if outcome.message else []
     if math.isfinite(s.progress.best_val_loss):
         best = f"best {s.progress.best_val_loss:.4f} at step {s.progress.best_step}"
         lines.append(f"  val loss    {outcome.val_loss:.4f} nats per token ({best})")
-    lines.append(f"  files       {folder}: main.log, metrics.jsonl, checkpoints")
+    names = [n for n in ("main.log", "metrics.jsonl", "manifest.json") if (s.dir / n).is_file()]
+    names += ["checkpoints"] if any(s.dir.glob("DONE_*")) else []
+    lines.append(f"  files       {folder}: {', '.join(names)}")
     if plot is not None:
         lines.append(f"  curves      {_short(plot)}")
     lines += [f"  {name:<11} {hint}" for name, hint in _hints(s)]
-    again = f"python -m runner run.name={s.dir.name}"
+    root = "" if run["root"] == "outputs" else f" run.root={run['root']}"
+    again = f"python -m runner{root} run.name={run['name'] or s.dir.name}"
     if outcome.status == "finished":
         lines.append(f"  train on    {again} train.steps={s.plan.steps * 2} ... (with your other settings)")
     elif outcome.status == "stopped":
         lines.append(f"  continue    {again} ... (the same command, with this run.name)")
-    if s.store.every:
+    if names[-1] == "checkpoints":
         lines.append(f"  sample      python -m runner.generate run={folder} prompt='Call me'")
     return lines
 

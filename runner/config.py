@@ -15,11 +15,14 @@ from runner.signature import Signature, TargetError, config_name, signature_of
 SUPPLIED: Mapping[str, frozenset[str]] = {
     "train": frozenset({"world"}),
     "parallel": frozenset({"rank", "world", "device"}),
-    "optimizer": frozenset({"segments", "rng"}),
+    "optimizer": frozenset({"segments", "rng", "params"}),
     "checkpoint": frozenset({"dir", "rank", "any_rank", "barrier"}),
     "meter": frozenset({"flops_per_token", "device_name", "dtype", "world"}),
 }
 """Arguments that the program passes itself, by group; a configuration may not set them."""
+
+OPTIONS: Mapping[str, str] = {"optimizer": "runner.optimizer.options.Options"}
+"""Whose arguments every node of a group may also set; the program takes them out before it builds."""
 
 GROUPS = (
     *("run", "train", "data", "model", "optimizer", "scheduler", "clip", "outlier", "precision", "parallel"),
@@ -98,6 +101,8 @@ def _check_arguments(
 ) -> Iterator[str]:
     supplied = SUPPLIED.get(path, frozenset())
     known = {config_name(name): p for name, p in signature.parameters.items()}
+    if path in OPTIONS:
+        known = {**signature_of(OPTIONS[path]).parameters, **known}
     allowed = [name for name in known if name not in supplied]
     for key, value in node.items():
         if key == "_target_":

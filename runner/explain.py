@@ -124,12 +124,19 @@ def _near(error: Any, key: str) -> str:
     except Exception:
         names = []
     near = difflib.get_close_matches(last, names, n=1, cutoff=0.5)
+    deeper = [f"{n}.{last}" for n in names if _has(parent, n, last)] if not prefix else []
+    if deeper:
+        return f" (did you mean {' or '.join(deeper)}?)"
     if near:
         return f" (did you mean {prefix + '.' if prefix else ''}{near[0]}?)"
     return f"; there is {', '.join(n for n in names if n not in ('_target_', 'hydra'))}" if names else ""
 
 
-_NULL_GROUP = re.compile(r"Cannot override .* with None|delete|Config group override deletion")
+def _has(parent: Any, group: str, key: str) -> bool:
+    node: Any = parent._get_child(group) if group != "hydra" else None
+    return hasattr(node, "keys") and not node._is_none() and key in node
+
+
 _SWEEP = re.compile(r"Ambiguous value for argument '([^']*)'")
 
 

@@ -1,15 +1,15 @@
 """Write text with a trained model: `python -m runner.generate run=outputs/x prompt="Once" n=3 json=true`.
 
-B sequences, T tokens so far.
+On a terminal the text appears as it is written. B sequences, T tokens so far.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,20 @@ from torch import Tensor, nn
 from runner.api import Tokenizer
 from runner.sampling import check_sampling, sample
 
-USAGE = """python -m runner.generate run=outputs/x [prompt=TEXT] [n=1] [max_tokens=200] [temperature=0.8]
-    [top_k=null] [top_p=1.0] [seed=1337] [device=auto] [json=false]"""
+Watch = Callable[[int, int], bool]
+"""Told the row and each token it writes; true ends the row after that token."""
+
+USAGE = """python -m runner.generate run=PATH [prompt=TEXT] [n=1] [max_tokens=200] [temperature=0.8]
+    [top_k=null] [top_p=1.0] [stop=TEXT] [seed=1337] [device=auto] [json=false] [cache=true]
+
+run      run folder, llm.c .bin, .safetensors or Hugging Face folder
+prompt   text to continue; - reads it from the standard input
+n        texts to write; on a terminal a single one appears token by token
+stop     end before this text (may be given several times)
+json     one object a line: step, prompt, text, tokens, end (stop | length)
+cache    false computes every token anew, without keys and values kept"""
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     tokens: Tensor,
@@ -33,12 +42,14 @@ def generate(
     stop_token: int | None = None,
     seed: int = 1337,
     use_cache: bool = True,
+    watch: Watch | None = None,
 ) -> list[list[int]]:
     """Return the tokens that `model` adds to each row of `tokens` [B, T], at most `max_tokens`.
 
-    A row ends before its `stop_token`, and the call as soon as all rows have. The model sees the last
-    `max_seq_len` tokens, and is left in the mode it was in. Tokens are drawn on the host from a generator
-    of their own, so that a seed means the same on every device and training's random numbers stay put.
+    A row ends before its `stop_token` or once `watch`, told of each token, returns true, and the call as
+    soon as all rows have. The model sees the last `max_seq_len` tokens, and is left in the mode it was in.
+    Tokens are drawn on the host from a generator of their own, so that a seed means the same on every
+    device and training's random numbers stay put.
     """
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     vocab_size = int(model.vocab_size)  # type: ignore[arg-type]
@@ -48,23 +59,37 @@ def generate(
         sample, vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
     )
     writer = _Writer(model, tokens, use_cache=use_cache)
-    written: list[list[int]] = [[] for _ in range(len(tokens))]
-    done = [False] * len(tokens)
+    rows = _Rows(len(tokens), stop_token=stop_token, watch=watch)
     was_training = model.training
     model.eval()
     try:
-        for _ in range(max_tokens):
-            drawn = draw(writer.next_logits().cpu())
-            for row, token in enumerate(drawn.tolist()):
-                done[row] = done[row] or token == stop_token
-                if not done[row]:
-                    written[row].append(token)
-            if all(done):
-                break
-            writer.append(drawn.to(tokens.device))
+        with torch.no_grad():
+            for _ in range(max_tokens):
+                drawn = draw(writer.next_logits().cpu())
+                if rows.take(drawn.tolist()):
+                    break
+                writer.append(drawn.to(tokens.device))
     finally:
         model.train(was_training)
-    return written
+    return rows.written
+
+
+class _Rows:
+    """What each row has written, and which rows have ended."""
+
+    def __init__(self, count: int, *, stop_token: int | None, watch: Watch | None) -> None:
+        self.written: list[list[int]] = [[] for _ in range(count)]
+        self._done = [False] * count
+        self._stop_token, self._watch = stop_token, watch
+
+    def take(self, drawn: list[int]) -> bool:
+        """Add one token to each row that goes on; return whether none does any more."""
+        for row, token in enumerate(drawn):
+            self._done[row] = self._done[row] or token == self._stop_token
+            if not self._done[row]:
+                self.written[row].append(token)
+                self._done[row] = self._watch is not None and self._watch(row, token)
+        return all(self._done)
 
 
 def _check_prompt(tokens: Tensor, *, vocab_size: int) -> None:
@@ -115,96 +140,34 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(path: Path, *, device: torch.device) -> LoadedRun:
-    """Build the model of the run folder `path` with its newest complete checkpoint."""
-    raise NotImplementedError
+    """Build the model of `path` (a run folder's newest checkpoint, or any other model) and its tokenizer."""
+    from runner.load import load_model
+
+    loaded = load_model(path, device=device)
+    if loaded.tokenizer is None:
+        raise ValueError(f"run={path}: no tokenizer is known for it, so that it has no text to write")
+    return LoadedRun(loaded.model, loaded.tokenizer, loaded.info.step or 0)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Generate from the command line; return the exit code."""
+    from runner.generate_command import parse, write
+
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
     try:
-        options = _options(sys.argv[1:] if argv is None else argv)
-        if options is None:
-            print(USAGE)
-            return 0
-        for line in _write(options):
-            print(line, flush=True)
+        write(parse(arguments), load=load_run)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"runner.generate: error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0
     return 0
-
-
-class Options(NamedTuple):
-    """The command's arguments, by name and with their defaults."""
-
-    run: str
-    prompt: str = ""
-    n: int = 1
-    max_tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 1337
-    device: str = "auto"
-    json: bool = False
-
-
-def _options(argv: list[str]) -> Options | None:
-    if not argv or argv[0] in ("-h", "--help"):
-        return None
-    known = get_type_hints(Options)
-    values: dict[str, Any] = {}
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in known:
-            raise ValueError(
-                f"{argument!r} is not an option: expected key=value with one of {', '.join(known)}"
-            )
-        values[key] = _parse(key, text=text, kind=known[key])
-    if "run" not in values:
-        raise ValueError("run=PATH is missing: the folder of a run, such as run=outputs/x")
-    return Options(**values)
-
-
-def _parse(key: str, *, text: str, kind: Any) -> Any:
-    if kind == int | None:
-        if text.lower() in ("null", "none"):
-            return None
-        kind = int
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{key}={text} must be true or false")
-        return text.lower() == "true"
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"{key}={text} must be a number ({kind.__name__})") from None
-
-
-def _write(options: Options) -> list[str]:
-    if options.n < 1 or options.max_tokens < 1:
-        raise ValueError(f"n={options.n} and max_tokens={options.max_tokens} must be at least 1")
-    check_sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    run = load_run(Path(options.run), device=device)
-    prompt = run.tokenizer.encode(options.prompt) or [run.tokenizer.eot]
-    rows = generate(
-        run.model,
-        torch.tensor([prompt] * options.n, device=device),
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        stop_token=run.tokenizer.eot,
-        seed=options.seed,
-    )
-    texts = [run.tokenizer.decode(row) for row in rows]
-    if options.json:
-        return [json.dumps({"step": run.step, "prompt": options.prompt, "text": text}) for text in texts]
-    return [options.prompt + text for text in texts]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import platform
@@ -14,9 +15,10 @@ from typing import Any, Literal
 import torch
 
 from runner import closing
+from runner.assembly import Process, choose_device
 from runner.cli import ConfigError
 from runner.launch import Outcome
-from runner.opening import Process, choose_device, open_session
+from runner.opening import open_session
 from runner.ranks import ALONE, Place, join, meet
 from runner.session import DivergedError, Session
 from runner.stop import PREEMPTION, Stop
@@ -47,6 +49,8 @@ def run_rank(
     watchdog.start()
     try:
         session = _open(config, dir=dir, place=place, store=store, listening=listening, ends=(stop, watchdog))
+        gc.freeze()  # what is there now stays: no collection during training has to walk over it
+        gc.enable()
         outcome = _train(session, config)
     finally:
         watchdog.stop()
@@ -148,7 +152,8 @@ def settle_process(run: Config) -> None:
     if run["deterministic"]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
-        torch.use_deterministic_algorithms(True)
+        # As torch.use_deterministic_algorithms(True), which would import the compiler: 1.5 s of start-up.
+        torch.set_deterministic_debug_mode("error")
         # Strict mode would fill every new tensor with nan, which costs a pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     keep_freed_memory()

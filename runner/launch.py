@@ -35,12 +35,15 @@ class Run:
     device: str = "auto"
     threads: Annotated[int, Ge(1)] | None = None
     deterministic: bool = True
+    compile: Literal[False, "blocks"] = False
     overwrite: bool = False
     trust: list[str] = field(default_factory=list)
     plot: bool = True
     watchdog_s: Annotated[float, Gt(0)] | None = 3600.0
     ranks_every: Annotated[int, Ge(0)] = 100
     requeue: str | None = None
+    label: str | None = None
+    from_: str | None = None
 
 
 @dataclass(frozen=True)

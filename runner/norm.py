@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runner import native
@@ -157,7 +158,20 @@ def square_sums(rows: Tensor) -> Tensor:
 
 def norm_of(sums: Tensor) -> Tensor:
     """Return the norm [] fp32 of all chunk sums in order; inf where it leaves fp32, nan stays nan."""
-    return fold(sums).sqrt().to(torch.float32)
+    if sums.device.type != "cpu":
+        return fold(sums).sqrt().to(torch.float32)
+    root = math.sqrt(_fold_on_host(sums.numpy()))
+    return torch.tensor(root, dtype=torch.float64).to(torch.float32)
+
+
+def _fold_on_host(x: NDArray[np.float64]) -> float:
+    """Do `fold` of [n] without a tensor operation per halving."""
+    x, n = x.copy(), len(x)
+    while n > 1:
+        half = 1 << (n - 1).bit_length() - 1
+        x[: n - half] += x[half:n]
+        n = half
+    return float(x[0])
 
 
 def slot_norms(sums: Tensor, layout: Sequence[Slot], *, world: int) -> dict[str, float]:

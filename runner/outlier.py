@@ -8,6 +8,7 @@ window. Windows hold float64; W is their length.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from runner.api import State, Verdict
+from runner.zscore_host import Window, judge, reason_of, window_of
 
 _NAN, _INF = math.nan, math.inf
 
@@ -46,20 +48,26 @@ class ZScore:
         if window < 2:
             raise ValueError(f"outlier.window={window} must be at least 2")
         self.max_loss_z, self.max_norm_z = max_loss_z, max_norm_z
-        self.window, self.robust = window, robust
-        self.max_consecutive_skips = max_consecutive_skips
+        self.window, self.robust, self.max_consecutive_skips = window, robust, max_consecutive_skips
         # Rows: loss, norm and their squares. Unused places hold 0, which the sums can drop unharmed.
         self._ring = torch.zeros(4, window, dtype=torch.float64)
         self._sums = torch.zeros(4, dtype=torch.float64)
         self._seen = torch.zeros(1, dtype=torch.int64)
-        limits = [z or _INF for z in (max_loss_z, max_norm_z)]
-        self._limits = torch.tensor(limits, dtype=torch.float32)
+        self._limits = torch.tensor([max_loss_z or _INF, max_norm_z or _INF], dtype=torch.float32)
         self._bits = torch.tensor([1, 2, 4, 8])  # loss finite, norm finite, loss over, norm over
-        self._reasons = torch.tensor([_reason(code) for code in range(16)])
+        self._reasons = torch.tensor([reason_of(code) for code in range(16)])
 
     def __call__(self, loss: Tensor, norm: Tensor) -> Verdict:
         """Judge one step; `loss` and `norm` are the global mean loss [] and gradient norm []."""
         self._move(loss.device)
+        fast = loss.device.type == "cpu" and not self.robust
+        return judge(loss, norm, window=self._host_window) if fast else self._on_device(loss, norm)
+
+    @functools.cached_property
+    def _host_window(self) -> Window:
+        return window_of(self._ring, self._sums, self._seen, limits=self._limits)
+
+    def _on_device(self, loss: Tensor, norm: Tensor) -> Verdict:
         values = torch.stack((loss.detach(), norm.detach())).double()
         finite = values.isfinite()
         entry = torch.cat((values, values * values))
@@ -210,11 +218,6 @@ class Off:
 
     def load_state_dict(self, state: State) -> None:
         pass
-
-
-def _reason(code: int) -> int:
-    """Map `ZScore`'s findings to bits of REASONS; as in llm.c, the norm is judged if the loss passed."""
-    return (~code & 3) | (4 if code & 4 else code & 8)
 
 
 def _non_finite(loss: Tensor, norm: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from runner.history import Curve, History
 
-_STYLE: Any = {
+STYLE: Any = {
     "axes.edgecolor": "#c9ced6",
     "axes.labelcolor": "#3b4252",
     "axes.spines.right": False,
@@ -27,7 +27,7 @@ _STYLE: Any = {
     "ytick.color": "#6b7280",
 }
 _TRAIN, _VAL, _LR, _NORM, _SKIP = "#2563eb", "#ea580c", "#059669", "#7c3aed", "#dc2626"
-_RUNS = ("#2563eb", "#ea580c", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#ca8a04", "#db2777", "#4b5563")
+COLOURS = ("#2563eb", "#ea580c", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#ca8a04", "#db2777", "#4b5563")
 
 
 def plot_run(history: History, path: str | Path) -> None:
@@ -35,7 +35,7 @@ def plot_run(history: History, path: str | Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 7.2), dpi=140, layout="constrained")
         loss, lr, norm = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1.4])
         _draw_loss(loss, history)
@@ -56,26 +56,33 @@ def plot_runs(histories: Sequence[History], path: str | Path, *, labels: Sequenc
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
         val, train = figure.subplots(2, 1, sharex=True)
         for axes, metric, title in (
             (val, "val/loss", "validation loss"),
             (train, "train/loss", "training loss, smoothed"),
         ):
-            curves = [_smoothed(history, metric) for history in histories]
-            for number, (curve, label) in enumerate(zip(curves, labels, strict=True)):
-                colour = _RUNS[number % len(_RUNS)]
-                dash = ("-", "--", ":")[number // len(_RUNS) % 3]
-                if curve is not None:
-                    axes.plot(*curve, color=colour, linestyle=dash, linewidth=1.6, label=label)
-            axes.set_title(title + _zoom(axes, [curve for curve in curves if curve is not None]))
+            overlay(axes, histories, metric=metric, title=title, labels=labels)
             axes.set_ylabel("nats per token")
-            axes.grid(visible=True)
         train.set_xlabel("step")
         if len(histories) <= 12:
             val.legend(loc="upper right")
         figure.savefig(path)
+
+
+def overlay(
+    axes: Any, histories: Sequence[History], *, metric: str, title: str, labels: Sequence[str]
+) -> None:
+    """Draw one metric of several runs into `axes`, each run in the colour of its place in the list."""
+    curves = [_smoothed(history, metric) for history in histories]
+    for number, (curve, label) in enumerate(zip(curves, labels, strict=True)):
+        colour = COLOURS[number % len(COLOURS)]
+        dash = ("-", "--", ":")[number // len(COLOURS) % 3]
+        if curve is not None:
+            axes.plot(*curve, color=colour, linestyle=dash, linewidth=1.6, label=label)
+    axes.set_title(title + _zoom(axes, [curve for curve in curves if curve is not None]))
+    axes.grid(visible=True)
 
 
 def smooth(values: npt.NDArray[np.float64], *, window: int) -> npt.NDArray[np.float64]:
@@ -145,6 +152,8 @@ def _zoom(axes: Any, curves: Sequence[Curve]) -> str:
         return ""
     start = 0.1 * max(float(curve.steps[-1]) for curve in curves)
     late = [curve.values[curve.steps >= start] for curve in curves]
+    if min(len(values) for values in late) < 3:
+        return ""  # too few points to tell a start from the rest
     rest = np.concatenate(late)
     everything = np.concatenate([curve.values for curve in curves])
     if not len(rest):

@@ -33,17 +33,19 @@ class Precision:
         mode: Literal["auto", "fp32", "bf16", "bf16_master", "fp8"] = "auto",
         tf32: bool = True,
         cpu_library: Literal["auto", "torch"] = "auto",
+        fp8_emulate: bool = False,
     ) -> None:
         self.mode = mode
         self.tf32 = tf32
         self.cpu_library = cpu_library
+        self.fp8_emulate = fp8_emulate
 
     def resolve(self, device: torch.device) -> Mode:
         """Return the mode that runs on `device`; ValueError if it cannot."""
         if self.mode == "auto":
             return "bf16" if _has_bf16(device) else "fp32"
         if self.mode == "fp8":
-            _require_fp8(device)
+            _require_fp8(device, emulate=self.fp8_emulate)
         return self.mode
 
     def param_dtype(self, device: torch.device) -> torch.dtype:
@@ -70,20 +72,20 @@ class Precision:
         return chosen
 
     def convert(self, model: torch.nn.Module, *, device: torch.device) -> None:
-        """Replace the linear layers by fp8 ones if this is the mode; in place."""
+        """Let the products of the model's blocks run in fp8 if this is the mode; in place.
+
+        The embedding and the output projection stay as they are. Blocks multiply by their `linear`, other
+        models' `nn.Linear` are swapped but for the one named as a head.
+        """
         if self.resolve(device) != "fp8":
             return
-        if not any(isinstance(module, torch.nn.Linear) for module in model.modules()):
-            raise ValueError(
-                f"precision.mode=fp8: {type(model).__name__} has no torch.nn.Linear to convert; "
-                "use precision=bf16 for this model"
-            )
-        from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
+        from runner import fp8
 
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+        if not fp8.convert(model, emulate=self.fp8_emulate):
+            raise ValueError(
+                f"precision.mode=fp8: {type(model).__name__} has neither blocks with a `linear` nor a "
+                "torch.nn.Linear of multiples of 16 to convert; use precision=bf16 for this model"
+            )
 
     def _choose_cpu_library(self) -> str:
         """Let oneDNN multiply fp32 matrices if it does so in full precision.
@@ -123,11 +125,12 @@ def _has_bf16(device: torch.device) -> bool:
     )
 
 
-def _require_fp8(device: torch.device) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+def _require_fp8(device: torch.device, *, emulate: bool) -> None:
+    on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    if not (on_gpu or emulate):
         raise ValueError(
             f"precision.mode=fp8 needs a CUDA device of capability 8.9 or later, not {device}; "
-            "use precision=bf16"
+            "use precision=bf16, or try its numbers with precision.fp8_emulate=true"
         )
     if importlib.util.find_spec("torchao") is None:
         raise ValueError("precision.mode=fp8 needs torchao; pip install torchao, or use precision=bf16")

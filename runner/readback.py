@@ -24,7 +24,7 @@ class Timing(NamedTuple):
 class _Pending(NamedTuple):
     step: int
     lr: float
-    values: Tensor  # [7] float64 on the host once `arrived`
+    values: Tensor | list[float]  # [7]; float64 on the host once `arrived`
     arrived: Any  # CUDA event, or None on a CPU
 
 
@@ -45,14 +45,14 @@ class Readback:
     def push(self, step: int, lr: float, loss: Tensor, norm: Tensor, scale: Tensor, verdict: Verdict) -> None:
         """Start copying one step's values to the host."""
         rows = (loss, norm, scale, verdict.loss_z, verdict.norm_z, verdict.apply, verdict.reason)
-        values = torch.stack([r.to(torch.float64) for r in rows])
-        arrived = None
-        if self._lag:
-            host = torch.empty(len(rows), dtype=torch.float64, pin_memory=True)
-            values = host.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        self._pending.append(_Pending(step, lr, values, arrived))
+        if not self._lag:
+            self._pending.append(_Pending(step, lr, [float(row) for row in rows], None))
+            return
+        host = torch.empty(len(rows), dtype=torch.float64, pin_memory=True)
+        host.copy_(torch.stack([row.to(torch.float64) for row in rows]), non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        self._pending.append(_Pending(step, lr, host, arrived))
 
     def ready(self) -> list[TrainStep]:
         """Return the events that the lag allows."""
@@ -66,7 +66,10 @@ class Readback:
         pending = self._pending.popleft()
         if pending.arrived is not None:
             pending.arrived.synchronize()
-        loss, norm, scale, loss_z, norm_z, applied, bits = pending.values.tolist()
+        values = pending.values
+        loss, norm, scale, loss_z, norm_z, applied, bits = (
+            values if isinstance(values, list) else values.tolist()
+        )
         timing = self._timing(pending.step)
         self._skipped += not applied
         reasons = [text for bit, text in REASONS.items() if int(bits) & bit]
@@ -81,7 +84,10 @@ class Readback:
             reason=", ".join(reasons),
             scale=scale,
             skipped=self._skipped,
-            **timing._asdict(),
+            tokens=timing.tokens,
+            step_ms=timing.step_ms,
+            tokens_per_s=timing.tokens_per_s,
+            mfu=timing.mfu,
         )
 
     def state_dict(self) -> dict[str, int]:

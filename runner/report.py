@@ -89,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="where to write (default: the run's folder, or the one they share)")
     given = parser.parse_args(arguments)
     try:
+        if len(given.runs) == 1 and (Path(given.runs[0]) / "cells.json").is_file():
+            from runner.sweep.summary import main as summarize_sweep
+
+            return summarize_sweep(Path(given.runs[0]), out=given.out)
         runs = find_runs(given.runs)
         histories = [read_history(run) for run in runs]
         folder = Path(given.out) if given.out else Path(os.path.commonpath(runs))
@@ -122,13 +126,18 @@ def _page(histories: Sequence[History], *, picture: Path) -> str:
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         _note(histories),
-        _html_table(table(histories), mark_best=several),
+        html_table(table(histories), mark_best=several),
     ]
-    parts += ["<h2>Curves</h2>", _image(picture, title="loss curves")]
+    parts += ["<h2>Curves</h2>", image(picture, title="loss curves")]
     if several:
         parts.append("<h2>Each run</h2>")
         parts += [_details(history) for history in histories]
     parts += [_sample(history) for history in histories if history.sample and not several]
+    return document(parts, title=title)
+
+
+def document(parts: Sequence[str], *, title: str) -> str:
+    """Return a whole page that needs nothing from outside; `parts` are its HTML."""
     body = "\n".join(parts)
     head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_CSS}</style>"
     return f"<!doctype html><html lang='en'><head>{head}</head><body><main>\n{body}\n</main></body></html>\n"
@@ -145,7 +154,8 @@ def _note(histories: Sequence[History]) -> str:
     return f"<p class='note'>{skipped}</p>"
 
 
-def _html_table(rows: Sequence[Sequence[str]], *, mark_best: bool) -> str:
+def html_table(rows: Sequence[Sequence[str]], *, mark_best: bool) -> str:
+    """Return rows as a table, the headings first."""
     lines = []
     for number, row in enumerate(rows):
         tag = "th" if number == 0 else "td"
@@ -162,8 +172,8 @@ def _details(history: History) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.png"
         plot_run(history, path)
-        image = _image(path, title=history.name)
-    return f"<details><summary>{html.escape(history.name)}</summary>{image}{_sample(history)}</details>"
+        picture = image(path, title=history.name)
+    return f"<details><summary>{html.escape(history.name)}</summary>{picture}{_sample(history)}</details>"
 
 
 def _sample(history: History) -> str:
@@ -172,7 +182,8 @@ def _sample(history: History) -> str:
     return f"<h2>Newest sample</h2><div class='card'><pre>{html.escape(history.sample)}</pre></div>"
 
 
-def _image(path: Path, *, title: str) -> str:
+def image(path: Path, *, title: str) -> str:
+    """Return a picture that is part of the page."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f"<div class='card'><img alt='{html.escape(title)}' src='data:image/png;base64,{data}'></div>"
 

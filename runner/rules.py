@@ -44,14 +44,24 @@ def _ranks(config: Config) -> Iterator[str]:
 
 def _batch(config: Config) -> Iterator[str]:
     train, world = config["train"], processes(config)
-    tokens, unit = train.get("tokens_per_step"), train["micro_batch"] * train["seq_len"] * world
+    tokens, unit = train.get("tokens_per_step"), _rows(train) * train["seq_len"] * world
+    if tokens is None and train["micro_batch"] == "auto":
+        yield (
+            "train.micro_batch: auto needs train.tokens_per_step, so that what is trained "
+            "does not depend on the machine's memory"
+        )
     if tokens is not None and tokens % unit:
         below, above = tokens // unit * unit, (tokens // unit + 1) * unit
         nearest = " or ".join(str(n) for n in sorted({below or above, above}))
         yield (
             f"train.tokens_per_step: {tokens} is not a multiple of micro_batch x seq_len x processes = "
-            f"{train['micro_batch']} x {train['seq_len']} x {world} = {unit}; use {nearest}"
+            f"{_rows(train)} x {train['seq_len']} x {world} = {unit}; use {nearest}"
         )
+
+
+def _rows(train: Config) -> int:
+    """Return the sequences per pass; 1 while `auto` is not settled, which divides whatever it will be."""
+    return 1 if train["micro_batch"] == "auto" else int(train["micro_batch"])
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -64,13 +74,14 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    from runner.scheduler import curve
+    from runner.scheduler import probe
 
     try:
         scheduler = build(config["scheduler"], trust=trusted(config))
-        curve(scheduler, config["train"]["steps"])
+        probe(scheduler, config["train"]["steps"])
     except (ValueError, ArithmeticError) as error:
-        yield f"scheduler: {error}"
+        text = str(error)
+        yield text if text.startswith("scheduler") else f"scheduler: {text}"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -78,13 +89,14 @@ def _data(config: Config) -> Iterator[str]:
     try:
         data = build(config["data"], trust=trusted(config))
     except (ValueError, OSError) as error:
-        yield f"data: {error}"
+        text = str(error)
+        yield text if text.startswith("data") else f"data: {text}"
         return
     seq_len, limit = train["seq_len"], config["model"].get("max_seq_len")
     if limit is not None and seq_len > limit:
         yield f"train.seq_len: {seq_len} is longer than model.max_seq_len {limit}"
     yield from data.check(
-        micro_batch=train["micro_batch"],
+        micro_batch=_rows(train),
         seq_len=seq_len,
         world=processes(config),
         vocab_size=config["model"].get("vocab_size"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner import CONF
 from runner.config import build, check_node
 from runner.explain import explain
-from runner.scheduler import curve, decay_start
+from runner.scheduler import curve, decay_start, scaled
 
 if TYPE_CHECKING:
     from runner.api import Scheduler
@@ -33,8 +34,8 @@ class Plan(NamedTuple):
 
 def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
     """Compose the run's configuration and evaluate its schedule at every step."""
-    from hydra import compose, initialize_config_dir  # 0.2 s that importing this module need not cost
     import hydra
+    from hydra import compose, initialize_config_dir  # 0.2 s that importing this module need not cost
     from omegaconf import OmegaConf
 
     base = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -52,7 +53,19 @@ def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"train.steps={steps} must be a whole number of at least 1 to draw a schedule")
     settings = {str(key): value for key, value in node.items()}
-    return Plan(settings, curve(_bind(settings), steps), _marks(settings, steps=steps))
+    bound = partial(scaled, schedule=_bind(settings), factor=_factor(config))
+    return Plan(settings, curve(bound, steps), _marks(settings, steps=steps))
+
+
+def _factor(config: Any) -> float:
+    """Return what `optimizer.lr_scaling` multiplies the schedule by."""
+    if config.optimizer.get("lr_scaling", "none") == "none":
+        return 1.0
+    from runner.optimizer.options import NAMES, Options  # imports torch
+
+    options = Options(**{str(name): value for name, value in config.optimizer.items() if name in NAMES})
+    train, world = config.train, config.parallel.get("processes") or 1
+    return options.lr_factor(train.tokens_per_step or train.micro_batch * train.seq_len * world)
 
 
 def draw(lr: list[float], *, width: int = WIDTH, height: int = HEIGHT) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _F32_MAX = float(np.finfo(np.float32).max)
 _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
+_PROBES = 4096
 
 
 def constant(
@@ -92,12 +93,13 @@ def wsd(
     onto the decay curve when it ends, as llm.c's does.
     """
     lr = _peak(step, peak_lr, warmup_steps)
+    # Both are checked at every step: a mistake must not wait for the end of the warmup.
+    start = decay_start(total_steps, decay_frac=decay_frac, decay_steps=decay_steps)
+    floor = _floor(lr, final_frac)
     if step < warmup_steps:
         if warmup_from == "one":  # llm.c divides first here, and multiplies first everywhere else
             return float(lr * (np.float32(step + 1) / np.float32(warmup_steps)))
         return float(_warmup(step, lr, warmup_steps, warmup_from))
-    start = decay_start(total_steps, decay_frac=decay_frac, decay_steps=decay_steps)
-    floor = _floor(lr, final_frac)
     if step < start:
         return float(lr)
     return float(floor + _TAILS[decay](_progress(step, start, total_steps)) * (lr - floor))
@@ -126,14 +128,24 @@ def decay_start(total_steps: int, *, decay_frac: float | None = None, decay_step
 
 def curve(scheduler: Scheduler, steps: int) -> list[float]:
     """Return the learning rate of every step of a run, or raise one line about the first bad value."""
-    values = [scheduler(step) for step in range(steps)]
-    for step, lr in enumerate(values):
-        if not (math.isfinite(lr) and lr >= 0):
-            raise ValueError(
-                f"scheduler: the learning rate at step {step} of {steps} is {lr}; "
-                "it must be finite and not negative: check optimizer.lr and the scheduler's settings"
-            )
-    return values
+    return [_checked(scheduler, step, steps=steps) for step in range(steps)]
+
+
+def probe(scheduler: Scheduler, steps: int) -> None:
+    """Raise one line if a schedule cannot serve a run; of a long run a few thousand steps are tried."""
+    stride = max(steps // _PROBES, 1)
+    for step in {*range(0, steps, stride), steps - 1}:
+        _checked(scheduler, step, steps=steps)
+
+
+def _checked(scheduler: Scheduler, step: int, *, steps: int) -> float:
+    lr = scheduler(step)
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(
+            f"scheduler: the learning rate at step {step} of {steps} is {lr}; "
+            "it must be finite and not negative: check optimizer.lr and the scheduler's settings"
+        )
+    return lr
 
 
 def _peak(step: int, peak_lr: float, warmup_steps: int) -> np.float32:
@@ -177,6 +189,11 @@ def _load_cosf() -> Callable[[float], float]:
 
 
 _cosf = _load_cosf()
+
+
+def scaled(step: int, *, schedule: Scheduler, factor: float) -> float:
+    """Return a schedule's float32 value times `factor`, as float32."""
+    return float(np.float32(schedule(step) * factor))
 
 
 def _half_cosine(r: np.float32) -> np.float32:

@@ -28,6 +28,7 @@ from runner.api import (
     View,
 )
 from runner.checkpoint.store import Store
+from runner.curvature import Curvature
 from runner.emit import Emitter
 from runner.forensics import Forensics
 from runner.inject import Inject
@@ -106,6 +107,7 @@ class Session:
     model: nn.Module
     engine: Engine
     optimizer: Optimizer
+    curvature: Curvature
     scheduler: Scheduler
     clip: Clip
     outlier: Outlier

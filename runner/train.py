@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -14,26 +14,35 @@ from runner.update import update
 if TYPE_CHECKING:
     from runner.session import Session
 
+MicroBatch = Annotated[int, Ge(1)] | Literal["auto"]
+
 
 @dataclass(frozen=True)
 class Plan:
     """How long to train and how many tokens make one update."""
 
     steps: Annotated[int, Ge(1)]
-    micro_batch: Annotated[int, Ge(1)]
+    micro_batch: MicroBatch
     seq_len: Annotated[int, Ge(1)]
     tokens_per_step: Annotated[int, Ge(1)] | None = None
+    checkpoint_blocks: bool = False
     world: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Return the sequences of one forward pass of a process."""
+        assert isinstance(self.micro_batch, int), "auto is settled before a plan is used"
+        return self.micro_batch
 
     @property
     def accumulate(self) -> int:
         """Return how many micro-batches each process runs per update."""
-        return self.tokens // (self.micro_batch * self.seq_len * self.world)
+        return self.tokens // (self.rows * self.seq_len * self.world)
 
     @property
     def tokens(self) -> int:
         """Return the tokens of one update over all processes."""
-        return self.tokens_per_step or self.micro_batch * self.seq_len * self.world
+        return self.tokens_per_step or self.rows * self.seq_len * self.world
 
 
 def train(s: Session) -> float:
@@ -44,6 +53,8 @@ def train(s: Session) -> float:
         step = s.progress.step
         s.watchdog.beat(f"step {step}")
 
+        if s.curvature.due(step):  # second-order optimizers only
+            estimate_curvature(s)
         loss = accumulate_gradients(s)  # data, forward, backward      [] mean over the step
         norm = s.engine.grad_norm()  # global L2                       []
         verdict = s.outlier(loss, norm)  # may this update be applied? [] bool
@@ -70,14 +81,16 @@ def train(s: Session) -> float:
 def accumulate_gradients(s: Session) -> Tensor:
     """Leave the mean gradient of one step in the engine; return the mean loss [] over all ranks."""
     losses = []
+    share = s.plan.accumulate
     with s.pace.alone():
         s.inject.step(s.progress.step)
         s.engine.zero_grad()
-        for i in range(s.plan.accumulate):
-            losses.append(micro_batch(s, last=i == s.plan.accumulate - 1))
+        for i in range(share):
+            losses.append(micro_batch(s, last=i == share - 1))
     s.engine.finish_gradient_sync()
     s.inject.gradients(s.progress.step, s.engine)
-    return s.engine.mean(torch.stack(losses).double().mean()).float()
+    mean = torch.stack(losses).double().mean() if share > 1 else losses[0]
+    return s.engine.mean(mean).float()
 
 
 def micro_batch(s: Session, *, last: bool) -> Tensor:
@@ -85,12 +98,26 @@ def micro_batch(s: Session, *, last: bool) -> Tensor:
     batch = s.stream.next()
     s.forensics.saw(s.stream)
     s.rng.micro_step()
+    share = s.plan.accumulate
     with s.engine.micro_batch(last=last):
         with s.autocast():
             loss: Tensor = s.model(batch.inputs, batch.targets)
         loss = s.inject.loss(s.progress.step, loss)
-        (loss / s.plan.accumulate).backward()  # type: ignore[no-untyped-call]
+        (loss / share if share > 1 else loss).backward()  # type: ignore[no-untyped-call]
     return loss.detach()
+
+
+def estimate_curvature(s: Session) -> None:
+    """Show the optimizer the gradient of one more micro-batch with labels that the model draws itself."""
+    s.engine.zero_grad()
+    batch = s.stream.next()
+    with s.engine.micro_batch(last=True):
+        with s.autocast():
+            loss = s.model(batch.inputs, s.curvature.draw_labels(s.model, batch.inputs))
+        loss.backward()
+    s.engine.finish_gradient_sync()
+    samples = batch.inputs.numel() * s.plan.world
+    s.curvature.observe(samples=samples, apply=torch.isfinite(s.engine.grad_norm()))
 
 
 def evaluate(s: Session, *, step: int, last: bool) -> None:

@@ -1,4 +1,4 @@
-"""Mutate checkpoint files with a fixed seed: each must load or give one clear ValueError.
+"""Mutate the files that we read with a fixed seed: each must load or give one clear ValueError.
 
     PYTHONPATH=. python tests/fuzz_files.py [mutations] [seed]
 
@@ -17,10 +17,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint_cases import gpt2_snapshot, other_snapshot
+import numpy as np
 
 from runner.checkpoint import llmc_format, safetensors_format, side_file
 from runner.checkpoint.disk import memory
+from runner.data.eval_file import read_examples
+from runner.data.shard import LLAMA3, ShardReader, read_header
+from runner.data.tokenizer_file import read_tokenizer
+from tests.checkpoint_cases import gpt2_snapshot, other_snapshot
 
 MAX_SECONDS, MAX_BYTES, ADDRESS_BYTES = 2.0, 16 << 20, 8 << 30
 EXTREMES = (0, 1, -1, 2, 255, 2**15, 2**16, 2**31 - 1, -(2**31), 2**32 - 1, 2**62, 2**63 - 1, -(2**63))
@@ -29,6 +33,7 @@ EXTREMES = (0, 1, -1, 2, 255, 2**15, 2**16, 2**31 - 1, -(2**31), 2**32 - 1, 2**6
 def subjects() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
     """Return an intact file of every kind, with its reader."""
     golden = Path(__file__).parent / "golden"
+    tiny = golden / "tiny"
     state = golden / "state" / "fp32_shuffle_master" / "state_00000015_00000.bin"
     zero1 = golden / "state_zero1" / "state_00000002_00001.bin"
     snapshot, other = gpt2_snapshot(), other_snapshot()
@@ -49,7 +54,31 @@ def subjects() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
         "st_state": (joined(safetensors_format.state_chunks(other)), safetensors_format.read_state),
         "side": (side_file.frame(side, files={"a.bin": [1, "0"]}), side_file.read),
         "side_content": (unframed, lambda p: side_file.loads(p.read_bytes().decode("latin-1"))),
+        "shard": ((tiny / "tiny_val.bin").read_bytes(), read_shard),
+        "shard_u32": (wide_shard((tiny / "nano_val.bin").read_bytes()), read_shard),
+        "eval": ((tiny / "tiny_eval10.bin").read_bytes(), read_examples),
+        "tokenizer": ((tiny / "tiny_tokenizer.bin").read_bytes(), read_tokenizer),
     }
+
+
+def wide_shard(narrow: bytes) -> bytes:
+    """Return a GPT-2 shard as a llama-3 shard."""
+    tokens = np.frombuffer(narrow, "<u2", offset=1024).astype("<u4")
+    header = np.zeros(256, "<i4")
+    header[:3] = LLAMA3.magic, LLAMA3.version, len(tokens)
+    return header.tobytes() + tokens.tobytes()
+
+
+def read_shard(path: Path) -> object:
+    """Read a whole shard of the small vocabulary."""
+    shard = read_header(path)
+    reader = ShardReader([shard], limit=257)
+    try:
+        tokens = reader.read(0, start=0, count=shard.tokens)
+    finally:
+        reader.close()
+    assert len(tokens) == (path.stat().st_size - 1024) // shard.dtype.itemsize
+    return tokens
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 DRIVER = """
 import os, random, signal, sys, time
 from pathlib import Path
-sys.path.insert(0, "tests")
+sys.path.insert(0, ".")
 import torch
 torch.set_num_threads(1)
-from checkpoint_cases import assert_same_snapshot, gpt2_snapshot, other_snapshot
-from test_checkpoint_store import make_store
+from tests.checkpoint_cases import assert_same_snapshot, gpt2_snapshot, other_snapshot
+from tests.test_checkpoint_store import make_store
 from runner.checkpoint import folder, load
 
 path, kills, make = Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]]

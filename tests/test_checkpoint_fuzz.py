@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzz_files import fuzz, subjects
+
+from tests.fuzz_files import fuzz, subjects
 
 
 def test_mutated_files_load_or_are_refused(tmp_path: Path) -> None:
-    outcome = fuzz(700, 1, tmp_path)
+    outcome = fuzz(1100, 1, tmp_path)
     kinds = subjects().keys()
     assert all(outcome[f"{kind} refused"] > 20 for kind in kinds), outcome
     assert outcome["side loaded"] <= 1, outcome

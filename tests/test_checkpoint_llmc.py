@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import gpt2_snapshot, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from runner.api import Slot, Snapshot
 from runner.checkpoint import llmc_format
 from runner.checkpoint.disk import Chunk, memory
 from runner.checkpoint.reshard import is_sharded, reshard
+from tests.checkpoint_cases import gpt2_snapshot, stream
 
 GOLDEN = Path(__file__).parent / "golden"
 STATES = sorted(GOLDEN.glob("state*/**/state_*.bin"))

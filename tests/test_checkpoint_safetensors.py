@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import assert_equal, gpt2_snapshot, other_snapshot
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runner.checkpoint import safetensors_format
 from runner.checkpoint.disk import write_file
+from tests.checkpoint_cases import assert_equal, gpt2_snapshot, other_snapshot
 
 
 def test_model_file_opens_in_the_safetensors_library(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import assert_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from runner.checkpoint import side_file
+from tests.checkpoint_cases import assert_equal
 
 
 def bits_to_float(bits: int) -> float:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import assert_same_snapshot, gpt2_snapshot, other_snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from runner.checkpoint import disk, folder, llmc_format, load
 from runner.checkpoint.host_copies import HostCopies
 from runner.checkpoint.store import Store
 from runner.checkpoint.writer import non_finite
+from tests.checkpoint_cases import assert_same_snapshot, gpt2_snapshot, other_snapshot
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parent.parent
@@ -593,10 +593,10 @@ def test_file_size_limit_in_the_middle_of_a_write(tmp_path: Path) -> None:
     """A real partial write: the process may not write files as large as the state file."""
     code = """
 import resource, sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, ".")
 from pathlib import Path
-from checkpoint_cases import gpt2_snapshot
-from test_checkpoint_store import make_store, save
+from tests.checkpoint_cases import gpt2_snapshot
+from tests.test_checkpoint_store import make_store, save
 store = make_store(Path(sys.argv[1]))
 print(save(store, gpt2_snapshot(10)))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))

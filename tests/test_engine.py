@@ -7,7 +7,6 @@ import mmap
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel_ranks import Tiny
 from torch import nn
 
 from runner.api import Slot
@@ -15,6 +14,7 @@ from runner.optimizer.adamw import AdamW
 from runner.optimizer.groups import DECAYED, roles_of
 from runner.parallel import gradient
 from runner.parallel.single import Single
+from tests.parallel_ranks import Tiny
 
 LLMC = ["ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb"]
 LLMC += ["ln2w", "ln2b", "fcw", "fcb", "fcprojw", "fcprojb"]

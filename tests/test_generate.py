@@ -196,7 +196,9 @@ def test_the_command_prints_text_or_json(loaded, capsys):
     assert capsys.readouterr().out == "12345\n"
     assert command.main(["run=x", "n=2", "temperature=0", "max_tokens=3", "json=true"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": 42, "prompt": "", "text": "123"}] * 2
+    assert [json.loads(line) for line in lines] == [
+        {"step": 42, "prompt": "", "text": "123", "tokens": [1, 2, 3], "end": "length"}
+    ] * 2
 
 
 @pytest.mark.parametrize(

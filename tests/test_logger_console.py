@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_logger_llmc import run_info
 
 from runner.api import Note, Sample, Saved, Score, TrainStep, ValLoss
 from runner.plugins.logger.console import ConsoleLogger, clock, llmc_step, progress
+from tests.test_logger_llmc import run_info
 
 ROOT = Path(__file__).parent.parent
 CASES = json.loads((Path(__file__).parent / "golden" / "parsers.json").read_text())["loss_checker"]

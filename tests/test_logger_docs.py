@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-from test_logger_console import step
-from test_logger_llmc import run_info
-
 from runner.api import ValLoss
+from tests.test_logger_console import step
+from tests.test_logger_llmc import run_info
 
 PAGE = (Path(__file__).parent.parent / "docs" / "logs.md").read_text()
 

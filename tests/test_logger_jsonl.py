@@ -6,10 +6,10 @@ import struct
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_logger_llmc import run_info, train_step
 
 from runner.api import Note, Ranks, Removed, Sample, Saved, Score, TrainStep, ValLoss, metrics
 from runner.plugins.logger.jsonl import JsonlLogger, row
+from tests.test_logger_llmc import run_info, train_step
 
 
 def strict(text):

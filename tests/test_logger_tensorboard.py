@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_logger_llmc import run_info, train_step
 
 from runner.api import Sample, Score, ValLoss, metrics
 from runner.plugins.logger.tensorboard import TensorboardLogger
+from tests.test_logger_llmc import run_info, train_step
 
 pytest.importorskip("tensorboard")
 ROOT = Path(__file__).parent.parent

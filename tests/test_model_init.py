@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from model_golden import GOLDEN, stacked
 
 from runner.model.descriptor import descriptor
 from runner.model.gpt2 import GPT2
 from runner.model.init import normal_
+from tests.model_golden import GOLDEN, stacked
 
 MODELS = json.loads((GOLDEN / "init.json").read_text())["models"]
+
+
+@lru_cache(maxsize=1)
+def built(text: str) -> GPT2:
+    return GPT2(**descriptor(text))
 
 
 def file_sha256(model: GPT2, *, header: list[int], dtype: torch.dtype) -> str:
@@ -30,7 +36,7 @@ def file_sha256(model: GPT2, *, header: list[int], dtype: torch.dtype) -> str:
 
 @pytest.mark.parametrize("golden", MODELS, ids=lambda g: f"{g['descriptor']}-{g['precision']}")
 def test_initial_weights_equal_llmc_to_the_bit(golden: dict[str, Any]) -> None:
-    model = GPT2(**descriptor(golden["descriptor"]))
+    model = built(golden["descriptor"])
     assert list(model.header().values()) == golden["header"][2:]
     assert sum(p.numel() for p in model.parameters()) == golden["num_parameters"]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[golden["precision"]]

@@ -15,7 +15,9 @@ from torch.autograd import gradcheck
 
 from runner.model import attention as attention_module
 from runner.model.attention import attention, split_heads
+from runner.model.gpt2 import GPT2
 from runner.model.layers import PIECE, gelu, layer_norm, rms_norm, rotate, swiglu
+from runner.model.llama import Llama
 from runner.model.loss import head_loss
 
 Kernel = Callable[..., Tensor]
@@ -91,7 +93,7 @@ def test_fast_equals_plain(name: str, dtype: torch.dtype, tolerance: float) -> N
         torch.testing.assert_close(fast, plain, atol=tolerance * 3, rtol=tolerance)
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 def test_block_attention_equals_plain_at_every_length(length: int) -> None:
     q, k, v = (normal(1, 2, length, 8, seed=i) for i in range(3))
     torch.testing.assert_close(
@@ -205,3 +207,18 @@ def test_loss_never_holds_all_logits() -> None:
             x, head, torch.zeros(1, 512, dtype=torch.long), reduction="mean", chunk=16, kernels="fast"
         ).backward()
     assert max(sizes) <= max(16 * 300, 512 * 4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # these two are of the
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # compiler itself
+@pytest.mark.parametrize("kernels", ["fast", "plain"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_blocks_compile_without_graph_breaks(name: str, kernels: Any) -> None:
+    shape = {"layers": 1, "heads": 2, "width": 16, "max_seq_len": 8, "vocab_size": 20, "kernels": kernels}
+    model = GPT2(**shape) if name == "gpt2" else Llama(**shape, kv_heads=1, feed_forward=24)
+    x = torch.arange(16).view(2, 8)
+    eager = model(x, x)
+    model.blocks[0].compile(fullgraph=True, backend="aot_eager")
+    loss = model(x, x)
+    loss.backward()
+    torch.testing.assert_close(loss, eager)

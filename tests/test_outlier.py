@@ -238,3 +238,22 @@ def test_nothing_reads_a_device_value_or_branches_on_one():
     loss = torch.zeros((), device="meta")
     for part in (Finite(), Off()):
         assert part(loss, loss).apply.device.type == "meta"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_host_and_the_device_arithmetic_have_the_same_bits(seed):
+    host, device = (ZScore(max_loss_z=2.0, max_norm_z=1.5, window=8) for _ in range(2))
+    numbers = np.random.default_rng(seed)
+    for step in range(400):
+        scale = 10.0 ** numbers.integers(-20, 20) if seed > 2 else 1.0
+        loss, norm = (torch.tensor(x, dtype=torch.float32) for x in numbers.normal(3, 1, 2) * scale)
+        if step % 37 == 5:
+            loss = torch.tensor([torch.nan, torch.inf, -torch.inf][step % 3])
+        if step % 90 > 70:
+            loss, norm = torch.tensor(2.5), torch.tensor(0.5)  # constant: a variance of 0
+        ours, theirs = host(loss, norm), device._on_device(loss, norm)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            assert a.numpy().tobytes() == b.numpy().tobytes() or (a.isnan() and b.isnan())
+        for a, b in zip(host.state_dict().values(), device.state_dict().values(), strict=True):
+            assert torch.equal(a, b)

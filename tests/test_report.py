@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_logger_console import step
-from test_logger_llmc import run_info
 
 from runner.api import Sample, ValLoss
 from runner.history import by_loss, differing, flatten, read_history, summarize
@@ -20,6 +18,8 @@ from runner.plot import plot_run, smooth
 from runner.plugins.logger.jsonl import JsonlLogger
 from runner.plugins.logger.llmc import LlmcLogger
 from runner.report import labels, main, table
+from tests.test_logger_console import step
+from tests.test_logger_llmc import run_info
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,13 +11,14 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 from runner.api import Event, Ranks, RunInfo, TrainStep, metrics
 
 _LOG = logging.getLogger(__name__)
 _ROW = re.compile(rb'\{"event": "(\w+)", "step": (-?\d+), .*\}\n')
 _EXECUTED = frozenset(kind.__name__.encode() for kind in (TrainStep, Ranks))  # `step` was executed
+_encode = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder for every row
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -47,7 +48,7 @@ class JsonlLogger:
 
     def log(self, event: Event) -> None:
         """Append the event's row with a single write."""
-        data = (json.dumps(row(event, time_s=time.time()), allow_nan=False) + "\n").encode("ascii")
+        data = (_encode(row(event, time_s=time.time())) + "\n").encode("ascii")
         written = os.write(self._fd, data)
         if written != len(data):
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)  # a row is there whole or not at all
@@ -66,16 +67,20 @@ def row(event: Event, *, time_s: float) -> dict[str, Any]:
     """Return an event as plain JSON values; `event` and `step` come first."""
     values: dict[str, Any] = {"event": type(event).__name__, "step": event.step, "time": round(time_s, 3)}
     values |= {name: _strict(value) for name, value in metrics(event).items()}
-    for field in dataclasses.fields(event):
-        value = getattr(event, field.name)
+    for name in _FIELDS[type(event).__name__]:
+        value = getattr(event, name)
         if isinstance(value, tuple):
-            values[field.name] = [_strict(item) for item in value]
-        elif not isinstance(value, float) and field.name not in _IN_METRICS and field.name != "step":
-            values[field.name] = value
+            values[name] = [_strict(item) for item in value]
+        elif not isinstance(value, float):
+            values[name] = value
     return values
 
 
-_IN_METRICS = frozenset({"tokens", "skipped"})  # whole numbers that `metrics` names already
+_NAMED = ("step", "tokens", "skipped")  # numbers that a row has already
+_FIELDS = {
+    kind.__name__: tuple(field.name for field in dataclasses.fields(kind) if field.name not in _NAMED)
+    for kind in get_args(Event)
+}
 
 
 def _strict(value: float) -> float | str:

@@ -19,17 +19,19 @@ from runner.api import Event, RunInfo, Sample, State, TrainStep, metrics
 
 _LOG = logging.getLogger(__name__)
 _QUEUE_EVENTS = 100_000
+_HEAD_START_S = 5.0  # importing wandb beside the first step would only delay it
 _LONG_TEXT = 1000  # a manifest's diff is no setting that anybody compares
 
 
 class WandbLogger:
     """Log every event's metrics to one wandb run, which a resumed run continues under the same id.
 
-    wandb is imported, started and called only in the worker thread; events wait in a bounded queue
-    until it is ready. The first thing that fails is reported once, then wandb is off and training goes
-    on: `main.log` and `metrics.jsonl` are the record, this is a view. Metrics use `train/step` as their
-    step, never wandb's own counter, which refuses to go back. So the steps that a crash threw away
-    and the resumed run repeats are accepted: they appear twice, at the same place on the curve.
+    wandb is imported, started and called only in the worker thread, after the first training step;
+    events wait in a bounded queue until it is ready. The first thing that fails is reported once, then
+    wandb is off and training goes on: `main.log` and `metrics.jsonl` are the record, this is a view.
+    Metrics use `train/step` as their step, never wandb's own counter, which refuses to go back. So the
+    steps that a crash threw away and the resumed run repeats are accepted: they appear twice, at the
+    same place on the curve.
 
     `mode: auto` is online if an API key is configured (environment, netrc or wandb's settings files)
     and offline otherwise. If the server cannot be reached the run is written offline.
@@ -58,6 +60,7 @@ class WandbLogger:
         self._saved_id: str | None = None
         self._queue: queue.Queue[Event | None] = queue.Queue(_QUEUE_EVENTS)
         self._worker: threading.Thread | None = None
+        self._go = threading.Event()  # the first step is done
         self._started = threading.Event()  # wandb is ready, or has failed
         self._connecting = False
         self._steps = 0
@@ -80,6 +83,8 @@ class WandbLogger:
         """Hand the event to the worker; never waits."""
         if self._off or not self._wanted(event):
             return
+        if isinstance(event, TrainStep):
+            self._go.set()
         try:
             self._queue.put_nowait(event)
         except queue.Full:
@@ -91,6 +96,7 @@ class WandbLogger:
             return
         deadline = time.monotonic() + self._close_s
         self._exit_code = 1 if status == "failed" else 0
+        self._go.set()
         if not self._started.wait(0.5 * self._close_s) and self._connecting:
             _release_service()  # ends the wait for a silent server; the rows then go to an offline run
         with contextlib.suppress(queue.Full):
@@ -126,6 +132,7 @@ class WandbLogger:
 
     def _work(self, run: RunInfo) -> None:
         try:
+            self._go.wait(_HEAD_START_S)
             wandb_run = self._start(run)
             self._started.set()
             while (event := self._queue.get()) is not None:

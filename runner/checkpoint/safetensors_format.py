@@ -86,7 +86,7 @@ def model_chunks(snapshot: Snapshot) -> list[Chunk]:
             entries.append(Entry(name, snapshot.weights.dtype, slot.shape, start, end))
     model = side_file.dumps(snapshot.model)
     metadata = {"format": "pt", "step": str(snapshot.step), "model": model}
-    return [_header(entries, metadata), snapshot.weights.view(-1)]
+    return [header(entries, metadata), snapshot.weights.view(-1)]
 
 
 def read_model(path: Path, *, layout: tuple[Slot, ...]) -> tuple[Tensor, dict[str, Any], Written]:
@@ -129,7 +129,7 @@ def state_chunks(snapshot: Snapshot) -> list[Chunk]:
         end = start + tensor.numel() * tensor.element_size()
         entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start, end))
         start = end
-    return [_header(entries, {**at, "state": rest}), *tensors.values()]
+    return [header(entries, {**at, "state": rest}), *tensors.values()]
 
 
 def read_state(path: Path) -> tuple[State, dict[str, int], Written]:
@@ -189,7 +189,8 @@ def read_file(path: Path) -> File:
         return File(tensors, metadata, file.end())
 
 
-def _header(entries: list[Entry], metadata: dict[str, str]) -> bytes:
+def header(entries: list[Entry], metadata: dict[str, str]) -> bytes:
+    """Return the file's start: the table of tensors, padded so that their data can be written directly."""
     table: dict[str, Any] = {"__metadata__": metadata}
     for entry in entries:
         span = {"data_offsets": [entry.start, entry.end]}

@@ -76,6 +76,10 @@ class Store:
 
     # ------------------------------------------------------------ restore
 
+    def resumes(self, *, overwrite: bool) -> bool:
+        """Whether `restore` would look for a checkpoint and the folder claims to have one."""
+        return not overwrite and self.resume != "never" and bool(files.done_steps(self.dir))
+
     def restore(self, live: Snapshot, *, overwrite: bool = False) -> Restored:
         """Find what to continue from; `live` is the freshly built run that it must fit. All ranks together.
 

@@ -43,23 +43,24 @@ class Loader:
     @property
     def position(self) -> Position:
         """Where the batch that was handed out last came from."""
-        return self._position
+        return self._source.position if self._ahead is None else self._position
 
     def next(self) -> Batch:
         """Return the next batch; on CUDA its copy from pinned memory may still be under way, in order
         with the current stream."""
         from runner.api import Batch
 
-        read = self._read() if self._ahead is None else self._ahead.get()
-        self._state, self._position = read.state, read.position
-        pair = read.tensor
+        if self._ahead is None:
+            pair = _to_tensor(self._source.take(), device=self._device)
+        else:
+            pair, self._state, self._position = self._ahead.get()
         if self._device.type != "cpu":
-            # The allocator of pinned memory reuses `read.tensor` only when this copy has finished.
+            # The allocator of pinned memory reuses `pair` only when this copy has finished.
             pair = pair.to(self._device, non_blocking=True)
         return Batch(inputs=pair[0], targets=pair[1])
 
     def state_dict(self) -> State:
-        return copy.deepcopy(self._state)
+        return copy.deepcopy(self._source.state_dict() if self._ahead is None else self._state)
 
     def load_state_dict(self, state: State) -> None:
         if self._ahead is not None:

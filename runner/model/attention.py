@@ -15,14 +15,15 @@ from torch import Tensor
 
 from runner.model.layers import Kernels, is_fast
 
-BLOCK = 64  # queries that share one matrix product; keys after them are not computed
+BLOCK = 128  # queries that share one matrix product; keys after them are not computed
 KEPT_BYTES = 32 << 20  # attention weights of a layer up to this size are kept for the backward pass
 
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer's past tokens, [B, H, capacity, D], filled up to `length`."""
+    """Keys and values of one layer's past tokens, [batch, H, capacity, D], filled up to `length`."""
 
+    batch: int
     capacity: int
     length: int = 0
     keys: Tensor | None = None
@@ -35,6 +36,7 @@ class LayerCache:
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
         end = self.length + k.shape[2]
         assert end <= self.capacity
+        assert k.shape[0] == self.batch
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v
         self.length = end
@@ -63,7 +65,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, kernels: Kernels, dropout: flo
     if groups != heads:
         k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
     whole = q.shape[2] == k.shape[2]
-    if whole and dropout == 0.0 and is_fast(q, kernels):
+    if whole and dropout == 0.0 and kernels == "fast" and q.device.type == "cpu":
         y: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
         return y
     if whole and kernels == "fast" and q.device.type != "cpu":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.init import STD, normal_, residual_std
-from runner.model.layers import Kernels, gelu, layer_norm
+from runner.model.layers import Kernels, Linear, gelu, layer_norm
 from runner.model.loss import head_loss
 
 PADDING = 128  # llm.c pads the vocabulary to a multiple of 128
@@ -51,6 +51,7 @@ class Block(nn.Module):
         super().__init__()
         C = width
         self.heads, self.dropout, self.kernels = heads, dropout, kernels
+        self.linear: Linear = F.linear  # the run's precision may put another in its place
         self.ln1w = nn.Parameter(torch.ones(C))
         self.ln1b = nn.Parameter(torch.zeros(C))
         self.qkvw = nn.Parameter(torch.zeros(3 * C, C))
@@ -67,19 +68,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         x = x + self._drop(self._attend(layer_norm(x, self.ln1w, self.ln1b, kernels=self.kernels), cache))
         hidden = gelu(
-            F.linear(layer_norm(x, self.ln2w, self.ln2b, kernels=self.kernels), self.fcw, self.fcb),
+            self.linear(layer_norm(x, self.ln2w, self.ln2b, kernels=self.kernels), self.fcw, self.fcb),
             kernels=self.kernels,
         )
-        return x + self._drop(F.linear(hidden, self.fcprojw, self.fcprojb))
+        return x + self._drop(self.linear(hidden, self.fcprojw, self.fcprojb))
 
     def _attend(self, x: Tensor, cache: LayerCache | None) -> Tensor:
         B, T, C = x.shape
-        qkv = F.linear(x, self.qkvw, self.qkvb)
+        qkv = self.linear(x, self.qkvw, self.qkvb)
         q, k, v = split_heads(qkv, heads=self.heads, kernels=self.kernels)
         if cache is not None:
             k, v = cache.append(k, v)
         y = attention(q, k, v, kernels=self.kernels, dropout=self.dropout if self.training else 0.0)
-        return F.linear(y.transpose(1, 2).reshape(B, T, C), self.attprojw, self.attprojb)
+        return self.linear(y.transpose(1, 2).reshape(B, T, C), self.attprojw, self.attprojb)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
@@ -137,7 +138,8 @@ class GPT2(nn.Module):
             Block(width=width, heads=heads, dropout=dropout, kernels=kernels) for _ in range(layers)
         )
         self.final = FinalNorm(width=width, kernels=kernels)
-        self.reset_parameters(seed=seed)
+        if init_from is None:
+            self.reset_parameters(seed=seed)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int) -> None:
@@ -173,7 +175,7 @@ class GPT2(nn.Module):
 
     def new_cache(self, batch: int) -> Cache:
         """Return an empty cache for generating `batch` sequences."""
-        return Cache([LayerCache(self.max_seq_len) for _ in range(self.layers)])
+        return Cache([LayerCache(batch, self.max_seq_len) for _ in range(self.layers)])
 
     def header(self) -> dict[str, int]:
         """Return the shape as llm.c's model file names it."""

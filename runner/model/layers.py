@@ -9,6 +9,7 @@ Legend: B sequences, T tokens, C channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kernels = Literal["fast", "plain"]
+Linear = Callable[..., Tensor]
+"""`F.linear` or another product of its signature: what a block multiplies by its weights with."""
 
 LAYER_NORM_EPS = 1e-5  # llm.c train_gpt2.c, layernorm_forward
 GELU_CUBIC = 0.044715
@@ -24,8 +27,11 @@ PIECE = 1 << 16  # elements per pass of the GELU: a few fp32 temporaries stay in
 
 
 def is_fast(x: Tensor, kernels: Kernels) -> bool:
-    """Whether the CPU kernels apply to `x`; elsewhere torch's own are the fast ones."""
-    return kernels == "fast" and x.device.type == "cpu"
+    """Whether the CPU kernels apply to `x`; elsewhere torch's own are the fast ones.
+
+    Under torch.compile plain operations are, which the compiler fuses by itself.
+    """
+    return kernels == "fast" and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, kernels: Kernels) -> Tensor:

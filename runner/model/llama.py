@@ -10,6 +10,7 @@ Parameters, named after their counterparts in `gpt2`:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from runner.model.attention import Cache, LayerCache, attention
 from runner.model.gpt2 import check_length
 from runner.model.init import STD, normal_, residual_std
-from runner.model.layers import Kernels, rms_norm, rotate, swiglu
+from runner.model.layers import Kernels, Linear, rms_norm, rotate, swiglu
 from runner.model.loss import head_loss
 
 
@@ -52,6 +53,7 @@ class LlamaBlock(nn.Module):
         super().__init__()
         C, D = width, width // heads
         self.heads, self.kv_heads, self.norm_eps, self.kernels = heads, kv_heads, norm_eps, kernels
+        self.linear: Linear = F.linear  # the run's precision may put another in its place
         self.ln1w = nn.Parameter(torch.ones(C))
         self.qkvw = nn.Parameter(torch.zeros((heads + 2 * kv_heads) * D, C))
         self.qnormw = nn.Parameter(torch.ones(D)) if qk_norm else None
@@ -63,13 +65,13 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         x = x + self._attend(self._norm(x, self.ln1w), cos, sin, cache)
-        gate_up = F.linear(self._norm(x, self.ln2w), self.gateupw)
-        return x + F.linear(swiglu(gate_up, kernels=self.kernels), self.downw)
+        gate_up = self.linear(self._norm(x, self.ln2w), self.gateupw)
+        return x + self.linear(swiglu(gate_up, kernels=self.kernels), self.downw)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
         B, T, C = x.shape
         H, G, D = self.heads, self.kv_heads, C // self.heads
-        qkv = F.linear(x, self.qkvw).view(B, T, H + 2 * G, D).transpose(1, 2)
+        qkv = self.linear(x, self.qkvw).view(B, T, H + 2 * G, D).transpose(1, 2)
         q, k, v = torch.split(qkv, [H, G, G], 1)
         if self.qnormw is not None and self.knormw is not None:
             q, k = self._norm(q, self.qnormw), self._norm(k, self.knormw)
@@ -77,7 +79,7 @@ class LlamaBlock(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         y = attention(q, k, v, kernels=self.kernels)
-        return F.linear(y.transpose(1, 2).reshape(B, T, C), self.attprojw)
+        return self.linear(y.transpose(1, 2).reshape(B, T, C), self.attprojw)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, eps=self.norm_eps, kernels=self.kernels)
@@ -121,8 +123,7 @@ class Llama(nn.Module):
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:
         super().__init__()
-        assert max_seq_len is not None, "supplied from train.seq_len"
-        assert vocab_size is not None, "supplied from the data"
+        assert isinstance(max_seq_len, int) and isinstance(vocab_size, int)  # noqa: PT018 (both supplied)
         _check_shape(heads=heads, kv_heads=kv_heads, width=width)
         if tied_head and (zero_head or scale_embedding):
             raise ValueError(
@@ -131,22 +132,27 @@ class Llama(nn.Module):
         self.layers, self.heads, self.kv_heads, self.width = layers, heads, kv_heads, width
         self.max_seq_len, self.vocab_size, self.feed_forward = max_seq_len, vocab_size, feed_forward
         self.rope_theta, self.norm_eps, self.z_loss = rope_theta, norm_eps, z_loss
-        self.init_from, self.loss_chunk, self.kernels = init_from, loss_chunk, kernels
+        self.init_from = init_from
+        self.loss_chunk, self.kernels = loss_chunk, kernels
         self.embed = TokenEmbedding(vocab_size=vocab_size, width=width)
         shape = {"width": width, "heads": heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
-        self.blocks = nn.ModuleList(
-            LlamaBlock(**shape, norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels) for _ in range(layers)
-        )
+        block = partial(LlamaBlock, **shape, norm_eps=norm_eps, qk_norm=qk_norm, kernels=kernels)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.final = Output(vocab_size=vocab_size, width=width, tied=tied_head)
-        cos, sin = _angles(max_seq_len, dims=width // heads, theta=rope_theta)
+        self._keep_angles(theta=rope_theta)
+        if init_from is None:
+            self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
+
+    def _keep_angles(self, *, theta: float) -> None:
+        cos, sin = _angles(self.max_seq_len, dims=self.width // self.heads, theta=theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.reset_parameters(seed=seed, zero_head=zero_head, scale_embedding=scale_embedding)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, zero_head: bool, scale_embedding: bool) -> None:
         """Draw N(0, 0.02); what writes into the residual stream is scaled by 1/sqrt(2 layers)."""
         generator = torch.Generator().manual_seed(seed)
+        _check_head(tied=self.final.headw is None, shaped=zero_head or scale_embedding)
         scale = self.width**0.5 if scale_embedding else 1.0
         normal_(self.embed.wte, std=STD * scale, generator=generator)
         for block in self.blocks:
@@ -186,7 +192,7 @@ class Llama(nn.Module):
 
     def new_cache(self, batch: int) -> Cache:
         """Return an empty cache for generating `batch` sequences."""
-        return Cache([LayerCache(self.max_seq_len) for _ in range(self.layers)])
+        return Cache([LayerCache(batch, self.max_seq_len) for _ in range(self.layers)])
 
     def header(self) -> dict[str, int]:
         """Return the shape's integers."""
@@ -204,6 +210,13 @@ def _check_shape(*, heads: int, kv_heads: int, width: int) -> None:
         raise ValueError(f"model.width={width} is not model.heads={heads} times an even number of channels")
     if heads % kv_heads:
         raise ValueError(f"model.heads={heads} is not a multiple of model.kv_heads={kv_heads}")
+
+
+def _check_head(*, tied: bool, shaped: bool) -> None:
+    if tied and shaped:
+        raise ValueError(
+            "model.tied_head=true excludes model.zero_head and model.scale_embedding; set it or them to false"
+        )
 
 
 def _angles(positions: int, *, dims: int, theta: float) -> tuple[Tensor, Tensor]:
