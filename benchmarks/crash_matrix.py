@@ -1,6 +1,6 @@
 """Kill runs at random instants and continue them: what is lost, what goes on wrongly, which DONE lies.
 
-    python benchmarks/crash_matrix.py [kills per cell, default 20] [seed] > benchmarks/results/crash_matrix.md
+    python benchmarks/crash_matrix.py [kills per cell, default 20] [seed] [cell] > crash_matrix.md
 
 Each cell of {single, ddp 2, zero1 2} x {async on, off} trains once without interruption. Then, time and
 again, a run of the same command is killed with SIGKILL (the command itself, one rank, or all of them)
@@ -52,10 +52,13 @@ def main() -> None:
     """Run the matrix and print its table; exit code 1 if anything was lost, wrong or lying."""
     per_cell = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     chance = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    only = sys.argv[3] if len(sys.argv) > 3 else None  # "zero1 2 on" for one cell
     rows = {}
     with tempfile.TemporaryDirectory(prefix="crash_matrix_") as folder:
         for name, parallel in CELLS.items():
             for mode in ("on", "off"):
+                if only not in (None, f"{name} {mode}"):
+                    continue
                 more = [*parallel, f"checkpoint.async={mode}"]
                 rows[f"{name} | {mode}"] = crash(Path(folder) / f"{name}_{mode}", more, per_cell, chance)
     print(table(rows))
