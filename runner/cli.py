@@ -201,7 +201,9 @@ def resolve(cfg: Any) -> dict[str, Any]:
     try:
         config = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(list(_unresolved(cfg)) or explain(error) or [str(error)]) from error
+        raise ConfigError(
+            _originals(list(_unresolved(cfg)), cfg) or explain(error) or [str(error)]
+        ) from error
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items() if key != "hydra"}
     problems = [*check(plain), *check_node(plain.pop("sweep", {}), "sweep")]

@@ -112,6 +112,8 @@ def _close(s: Session, status: Status) -> None:
     s.watchdog.beat("closing")
     s.emit_quietly(s.readback.drain())
     s.stream.close()
+    for evaluator in s.evaluators.values():
+        getattr(evaluator, "close", bool)()
     s.emit_quietly(s.store.close())
     s.engine.barrier()
     s.engine.close()

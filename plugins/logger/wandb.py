@@ -49,7 +49,7 @@ class WandbLogger:
         job_type: str = "train",
         tags: list[str] | None = None,
         notes: str | None = None,
-        close_s: Annotated[float, Gt(0)] = 10.0,
+        close_s: Annotated[float, Gt(0)] = 30.0,
     ) -> None:
         self._about = {"project": project, "entity": entity, "job_type": job_type, "notes": notes}
         self._mode = mode
