@@ -50,7 +50,7 @@ def main() -> None:
     steps = int(options.get("steps", 300))
     out = Path(options.get("out", Path(__file__).parent / "results" / "optimizers.csv"))
     with tempfile.TemporaryDirectory() as folder, open(out, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["optimizer", "lr", "step", "val_loss"])
         for optimizer, rates in GRID.items():
             ends = {}
