@@ -40,7 +40,7 @@ def measure(
 
 
 def _run(workload: str, root: Path, name: str, *, threads: int, stop: int | None = None) -> str:
-    """Train, or train up to step `stop` of the same schedule; return a hash of the log and the last weights."""
+    """Train, or train up to step `stop` of the same schedule; return a hash of log and weights."""
     arguments = overrides(WORKLOADS[workload], precision="auto", threads=threads, steps=STEPS, root=root)
     arguments.remove("checkpoint.every=0")
     arguments.remove("logger.wandb.mode=offline")
