@@ -92,17 +92,12 @@ def _torch_save(w: Workload, path: Path) -> tuple[float, int]:
 
 
 def _cold_load(w: Workload, run: Files, workload: str, *, root: Path, threads: int) -> Row:
-    from runner.cli import resolve
-    from runner.job import settle_process
-    from runner.opening import open_session
-    from runner.stop import Stop
+    from benchmarks.in_process import session as open_session
 
-    config = resolve(_compose(_arguments(w, root=root, threads=threads, steps=STEPS + 1)))
-    settle_process(config["run"])
-    paths = sorted(p for p in run.folder.iterdir() if p.suffix in (".bin", ".safetensors", ".extra"))
     fresh = root / "fresh"
-    fresh.mkdir()
-    session = open_session(config, dir=fresh, rank=0, world=1, stop=Stop())
+    arguments = _arguments(w, root=root, threads=threads, steps=STEPS + 1)
+    session = open_session(arguments, folder=fresh)
+    paths = sorted(p for p in run.folder.iterdir() if p.suffix in (".bin", ".safetensors", ".extra"))
     ratios = []
     for _ in range(3):
         raw = _timed(paths, _read_raw)
@@ -111,7 +106,8 @@ def _cold_load(w: Workload, run: Files, workload: str, *, root: Path, threads: i
         ratios.append(ours / raw)
     session.store.dir = fresh
     session.emitter.close("finished")
-    how = f"{workload}, {sum(p.stat().st_size for p in paths) / 1e9:.2f} GB, page cache dropped, checksums verified"
+    size = sum(path.stat().st_size for path in paths)
+    how = f"{workload}, {size / 1e9:.2f} GB, page cache dropped, checksums verified"
     return Row("checkpoint: cold load / raw read", statistics.median(ratios), "x", 1.15, 1.02, how)
 
 
@@ -138,12 +134,3 @@ def _read_raw(paths: list[Path]) -> None:
         with path.open("rb", buffering=0) as file:
             while got := file.readinto(view[at : at + (8 << 20)]):
                 at += got
-
-
-def _compose(arguments: list[str]) -> Any:
-    from hydra import compose, initialize_config_dir
-
-    from runner import CONF
-
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=arguments)

@@ -15,7 +15,7 @@ QUIET = 0.6  # load average from which on wall-clock ratios mean nothing
 
 
 class Row(NamedTuple):
-    """One measured figure. `must` is the least that is asked for, `want` what is hoped for; lower is better."""
+    """One measured figure, better if lower: at most `must` is asked for, `want` is hoped for."""
 
     what: str
     value: float
