@@ -180,11 +180,20 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
             raise ValueError(
                 f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu"
             )
-        device = torch.device(
-            "cuda", local_rank % torch.cuda.device_count() if device.index is None else device.index
-        )
+        if device.index is None:
+            device = torch.device("cuda", _gpu_of(local_rank, count=torch.cuda.device_count()))
         torch.cuda.set_device(device)
     return device
+
+
+def _gpu_of(local_rank: int, *, count: int) -> int:
+    """Return a rank's GPU: its own number, or the only one that its launcher lets it see."""
+    if 1 < count <= local_rank:
+        raise ValueError(
+            f"parallel.processes: rank {local_rank} of this machine has no GPU, {count} are visible; "
+            f"start at most {count} ranks here, or set run.device=cpu"
+        )
+    return local_rank % count
 
 
 def _identity(network: nn.Module, numbers: dict[str, str], engine: Engine, run: Config) -> Identity:

@@ -1,4 +1,4 @@
-"""A short crash matrix; benchmarks/crash_matrix.py runs the whole one, whose table is in benchmarks/results."""
+"""A short crash matrix; the whole one is benchmarks/crash_matrix.py, its table in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def crash(cell: str, *, kills: int, cwd: Path) -> str:
 
 @pytest.mark.dist
 def test_killed_ranks_lose_nothing_and_nothing_lies(tmp_path: Path) -> None:
-    table = crash("zero1 2 on", kills=2, cwd=tmp_path)
+    table = crash("zero1 2 on", kills=1, cwd=tmp_path)
     assert "| zero1 2 | on |" in table
 
 
