@@ -20,6 +20,9 @@ from runner.events import (
     Event as Event,
 )
 from runner.events import (
+    GpuState as GpuState,
+)
+from runner.events import (
     Note as Note,
 )
 from runner.events import (
@@ -242,8 +245,7 @@ class Engine(Protocol):
     world: int
     device: torch.device
     layout: tuple[Slot, ...]
-    weights: Tensor  # flat, every slot in order
-    gradient: Tensor  # flat, fp32, in the same order
+    gradient: Tensor  # flat, fp32: every slot in order, or where weights are sharded this rank's part
     draws_per_micro_step: int  # of llm.c's generator, so that its stream does not depend on the ranks
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -261,6 +263,25 @@ class Engine(Protocol):
 
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm [] fp32, the same on every rank and from run to run."""
+
+    @property
+    def sums(self) -> Tensor:
+        """Return the sums of squares that the last `grad_norm` added, complete on every rank."""
+
+    def slot_norms(self, sums: Tensor) -> dict[str, float]:
+        """Return the gradient norm of each tensor by name; waits for the device."""
+
+    def full_weights(self) -> Tensor:
+        """Return the weights [numel] in the order of the layout; all ranks together.
+
+        Only rank 0 needs the values: where weights are sharded, the others' are of the right size alone.
+        """
+
+    def load_weights(self, flat: Tensor) -> None:
+        """Take over the weights [numel], which every rank was given whole."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a small host value of every rank in rank order; for rare moments, all together."""
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a 0-d value over the ranks, the same bits on each."""

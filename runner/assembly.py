@@ -6,7 +6,7 @@ import functools
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,12 +15,15 @@ from runner import __version__
 from runner.api import Engine, Optimizer, Scheduler, Segment, View
 from runner.blocks import settle_blocks
 from runner.checkpoint.folder import done_steps
+from runner.checkpoint.store import Store
 from runner.config import MULTIPLE, build, trusted
 from runner.curvature import curvature_of
 from runner.emit import Emitter
+from runner.forensics import Forensics
 from runner.load import initialise
 from runner.meter import Meter
 from runner.optimizer.options import NAMES, Options, assemble
+from runner.pace import Pace
 from runner.precision import Precision
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
@@ -29,12 +32,23 @@ from runner.session import Identity, Progress, Session
 from runner.signature import signature_of
 from runner.stop import Stop
 from runner.train import Plan
+from runner.watchdog import Watchdog
 
 Config = dict[str, Any]
 Make = Callable[..., Any]
 
 
-def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> Session:
+class Process(NamedTuple):
+    """What a session gets from the process that it runs in."""
+
+    rank: int
+    world: int
+    device: torch.device
+    stop: Stop
+    watchdog: Watchdog
+
+
+def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
     """Return a session whose parts are fresh.
 
     Raises:
@@ -42,7 +56,7 @@ def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: 
     """
     make: Make = functools.partial(build, trust=trusted(config))
     run = config["run"]
-    device = choose_device(run["device"], rank=rank)
+    rank, world, device, stop, watchdog = process
     plan: Plan = make(config["train"], world=world)
     seed_everything(run["seed"], rank=rank)
     data = make(config["data"])
@@ -51,12 +65,13 @@ def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: 
     begins = run["overwrite"] or not done_steps(dir)
     network = _network(make, config, precision, data.vocab_size, device=device, begins=begins)
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
+    identity = _identity(network, numbers, engine, run)  # before an engine changes the model's type
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
     rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
     optimizer = engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng))
     where = {"micro_batch": plan.rows, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter = _meter(make, config, network, engine, numbers)
-    outlier = make(config["outlier"])
+    outlier, inject = make(config["outlier"]), make(config["debug"], this_rank=rank)
     autocast = precision.autocast(device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
@@ -79,11 +94,14 @@ def assemble_session(config: Config, *, dir: Path, rank: int, world: int, stop: 
         readback=Readback(functools.partial(_timing, meter, plan), device=device),
         evaluators=several["evaluate"],
         view=View(model, engine, data, autocast, plan.rows, plan.seq_len, run["seed"], plan.steps),
-        emitter=Emitter(several["logger"] if rank == 0 else {}),
-        store=make(config["checkpoint"], dir=dir, rank=rank, any_rank=engine.any, barrier=engine.barrier),
+        emitter=Emitter(inject.loggers(several["logger"]) if rank == 0 else {}),
+        store=_store(make, config, engine, dir=dir, fault=inject.write),
         stop=stop,
-        inject=make(config["debug"]),
-        identity=_identity(network, numbers, engine, run),
+        watchdog=watchdog,
+        inject=inject,
+        forensics=Forensics(dir, engine=engine, rank_tokens=plan.rows * plan.seq_len),
+        pace=Pace(every=run["ranks_every"], engine=engine),
+        identity=identity,
     )
 
 
@@ -114,6 +132,18 @@ def _meter(make: Make, config: Config, network: nn.Module, engine: Engine, numbe
     return meter
 
 
+def _store(make: Make, config: Config, engine: Engine, *, dir: Path, fault: Callable[[], None]) -> Store:
+    store: Store = make(
+        config["checkpoint"],
+        dir=dir,
+        rank=engine.rank,
+        any_rank=engine.any,
+        barrier=engine.barrier,
+        fault=fault,
+    )
+    return store
+
+
 def _optimizer(make: Make, node: Config, rng: ModelRng, segments: Sequence[Segment]) -> Optimizer:
     takes = frozenset(signature_of(str(node["_target_"])).parameters)
     return assemble(segments, node=node, make=make, takes=takes, rng=rng)
@@ -131,8 +161,8 @@ def _timing(meter: Meter, plan: Plan, step: int) -> Timing:
     return Timing(tokens=(step + 1) * plan.tokens, **speed._asdict())
 
 
-def choose_device(name: str, *, rank: int) -> torch.device:
-    """Return the device of a rank.
+def choose_device(name: str, *, local_rank: int) -> torch.device:
+    """Return the device of a rank, the `local_rank`-th of its machine.
 
     Raises:
         ValueError: there is no such device here.
@@ -150,11 +180,20 @@ def choose_device(name: str, *, rank: int) -> torch.device:
             raise ValueError(
                 f"run.device: {name} asked for, but this machine or this torch has no CUDA; use cpu"
             )
-        device = torch.device(
-            "cuda", rank % torch.cuda.device_count() if device.index is None else device.index
-        )
+        if device.index is None:
+            device = torch.device("cuda", _gpu_of(local_rank, count=torch.cuda.device_count()))
         torch.cuda.set_device(device)
     return device
+
+
+def _gpu_of(local_rank: int, *, count: int) -> int:
+    """Return a rank's GPU: its own number, or the only one that its launcher lets it see."""
+    if 1 < count <= local_rank:
+        raise ValueError(
+            f"parallel.processes: rank {local_rank} of this machine has no GPU, {count} are visible; "
+            f"start at most {count} ranks here, or set run.device=cpu"
+        )
+    return local_rank % count
 
 
 def _identity(network: nn.Module, numbers: dict[str, str], engine: Engine, run: Config) -> Identity:

@@ -1,7 +1,7 @@
 """`python -m runner`: compose, check, launch. One clear line per mistake, and nothing created for it.
 
-Exit codes: 0 done; 1 the run failed or diverged; 2 the command is wrong; 130 / 143 stopped by
-SIGINT / SIGTERM after saving a checkpoint.
+Exit codes: 0 done; 1 the run failed or diverged; 2 the command is wrong; 124 the watchdog ended a hung
+run; 130 / 143 / 138 / 140 stopped by SIGINT / SIGTERM / SIGUSR1 / SIGUSR2 after saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from runner import CONF, __version__
 
 if TYPE_CHECKING:
     from runner.launch import Outcome
+    from runner.ranks import Leader, Place
 
 
 class ConfigError(ValueError):
@@ -29,6 +30,7 @@ class ConfigError(ValueError):
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    sys.argv = [sys.argv[0], *with_mode(sys.argv[1:])]
     # Imports make only what stays: searching it for garbage takes an eighth of the start-up.
     gc.disable()
     code = run_command(sys.argv[1:])
@@ -36,6 +38,19 @@ def main() -> None:
     sys.stderr.flush()
     # Everything is written and closed by now; tearing torch down would only cost half a second.
     os._exit(code)
+
+
+def with_mode(arguments: Sequence[str]) -> list[str]:
+    """Have a chosen `sweep=` option mean several runs, with or without -m.
+
+    Hydra takes the mode from the command line or the primary config only.
+    """
+    given = []
+    for argument in arguments:
+        given.append(argument)
+        if re.fullmatch(r"sweep=(?!null$).+", argument) and not {"-m", "--multirun"} & {*arguments}:
+            given.append("hydra.mode=MULTIRUN")
+    return given
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -48,16 +63,38 @@ def run_command(arguments: Sequence[str]) -> int:
 
         print(usage())
         return 0
+    from runner.ranks import Leader, placed
+
+    try:
+        place = placed()
+    except ValueError as error:
+        return _refuse([str(error)])
+    if place is None:
+        return _run(arguments, leader=None)
+    if place.rank > 0:
+        return _follow(place)
+    leader = Leader(place)
+    code = _run(arguments, leader=leader)
+    try:
+        leader.dismiss(code)
+    except ValueError as error:
+        return _refuse([str(error)])
+    return code
+
+
+def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
     from runner.explain import explain, unknown_flag
     from runner.sweep.cells import CellError
 
+    if leader is not None and {"-m", "--multirun"} & set(arguments):
+        return _refuse(["-m: a sweep starts its own processes; run it without torchrun or srun"])
     if wrong := unknown_flag(arguments):
         return _refuse([wrong])
     asked = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     outcomes: list[Outcome | Exception] = []
     try:
-        _hydra_app(outcomes, restore_env=not asked)()
+        _hydra_app(outcomes, restore_env=not asked, leader=leader)()
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 1 if leave.code else 0
     except KeyboardInterrupt:
@@ -76,8 +113,13 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _settle(outcome: Outcome | Exception) -> int:
+    from runner.launch import RankError
+
     if isinstance(outcome, ConfigError):
         return _refuse(outcome.problems)
+    if isinstance(outcome, RankError):
+        print(f"{outcome.trace}runner: error: {outcome}", file=sys.stderr)
+        return outcome.code
     if isinstance(outcome, Exception):
         import traceback
 
@@ -93,7 +135,20 @@ def _refuse(problems: Sequence[str]) -> int:
     return 2
 
 
-def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool) -> Any:
+def _follow(place: Place) -> int:
+    """Be one of the ranks that another program started; only what rank 0 cannot say is said here."""
+    from runner.launch import follow
+
+    try:
+        outcome = follow(place)
+    except ValueError as error:
+        return _refuse(error.problems if isinstance(error, ConfigError) else [str(error)])
+    except Exception as error:
+        return _settle(error)
+    return outcome if isinstance(outcome, int) else outcome.code
+
+
+def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool, leader: Leader | None) -> Any:
     import hydra
 
     from runner.sweep.plugin import register
@@ -106,7 +161,7 @@ def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool) -> Any
         if restore_env:
             os.environ.pop("HYDRA_FULL_ERROR", None)
         try:
-            outcome = start(cfg)
+            outcome = start(cfg, leader=leader)
         except Exception as error:
             # Kept, not raised: Hydra would print its own text about the failed job.
             outcomes.append(error)
@@ -119,7 +174,7 @@ def _hydra_app(outcomes: list[Outcome | Exception], *, restore_env: bool) -> Any
     return hydra.main(config_path=str(CONF), config_name="config", **base)(app)
 
 
-def start(cfg: Any) -> Outcome:
+def start(cfg: Any, *, leader: Leader | None = None) -> Outcome:
     """Check one composed configuration and run it.
 
     Raises:
@@ -127,7 +182,7 @@ def start(cfg: Any) -> Outcome:
     """
     from runner.launch import launch
 
-    return launch(resolve(cfg))
+    return launch(resolve(cfg), leader=leader)
 
 
 def resolve(cfg: Any) -> dict[str, Any]:
@@ -146,7 +201,9 @@ def resolve(cfg: Any) -> dict[str, Any]:
     try:
         config = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(list(_unresolved(cfg)) or explain(error) or [str(error)]) from error
+        raise ConfigError(
+            _originals(list(_unresolved(cfg)), cfg) or explain(error) or [str(error)]
+        ) from error
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items() if key != "hydra"}
     problems = [*check(plain), *check_node(plain.pop("sweep", {}), "sweep")]

@@ -20,7 +20,10 @@ from runner.sampling import check_sampling
 
 
 class Validation:
-    """Measure the loss on the same `batches` micro-batches per rank every `every` steps, and at the end."""
+    """Measure the loss on the same `batches` micro-batches every `every` steps, and at the end.
+
+    The ranks share them, so that the value does not depend on how many there are.
+    """
 
     def __init__(self, *, every: Annotated[int, Ge(1)] = 250, batches: Annotated[int, Ge(1)] = 20) -> None:
         if every < 1 or batches < 1:
@@ -35,14 +38,20 @@ class Validation:
     def __call__(self, view: View, step: int) -> Iterable[Event]:
         stream = self._rewound(view)
         with evaluating(view.model, device=view.engine.device):
-            total = torch.zeros((), dtype=torch.float64, device=view.engine.device)
-            for _ in range(self.batches):
-                batch = stream.next()
-                with view.autocast():
-                    total += view.model(batch.inputs, batch.targets).double()
-            # The reduction is the only exchange between ranks, and each has the same number of batches.
-            loss = float(view.engine.mean(total / self.batches))
+            loss = self._mean_loss(view, stream)
         yield ValLoss(step, loss, loss / math.log(2) / bytes_per_token(view.data))
+
+    def _mean_loss(self, view: View, stream: Stream) -> float:
+        rank, world = view.engine.rank, view.engine.world
+        total = torch.zeros((), dtype=torch.float64, device=view.engine.device)
+        for first in range(0, self.batches, world):
+            batch = stream.next()
+            with view.autocast():
+                loss = view.model(batch.inputs, batch.targets).double()
+            # All ranks run as many batches, as a sharded model needs; what is too many does not count.
+            if first + rank < self.batches:
+                total += loss
+        return float(view.engine.mean(total)) * world / self.batches
 
     def close(self) -> None:
         """Release the validation files."""

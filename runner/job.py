@@ -5,70 +5,146 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from runner import closing
+from runner.assembly import Process, choose_device
 from runner.cli import ConfigError
 from runner.launch import Outcome
 from runner.opening import open_session
+from runner.ranks import ALONE, Place, join, meet
 from runner.session import DivergedError, Session
-from runner.stop import Stop
+from runner.stop import PREEMPTION, Stop
 from runner.train import train
+from runner.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 Config = dict[str, Any]
+Status = Literal["finished", "stopped", "failed"]
+_REQUEUE_S = 60
 
 
-def run_rank(config: Config, *, dir: Path, rank: int, world: int) -> Outcome:
+def run_rank(
+    config: Config, *, dir: Path, place: Place = ALONE, store: Any = None, listening: int | None = None
+) -> Outcome:
     """Train one rank of a checked configuration in `dir`.
+
+    Several ranks meet in `store`, made here if it is not given; `listening` is the socket for it.
 
     Raises:
         ConfigError: what the run folder or the data hold forbids this run; nothing was changed.
     """
     settle_process(config["run"])
     stop = Stop()
+    watchdog = Watchdog(config["run"]["watchdog_s"], folder=dir, rank=place.rank)
     stop.install()
+    watchdog.start()
     try:
-        try:
-            session = open_session(config, dir=dir, rank=rank, world=world, stop=stop)
-        except ValueError as error:
-            if "RUNNER_TRACEBACK" in os.environ:
-                raise
-            raise ConfigError(str(error).splitlines()) from error
+        session = _open(config, dir=dir, place=place, store=store, listening=listening, ends=(stop, watchdog))
         gc.freeze()  # what is there now stays: no collection during training has to walk over it
         gc.enable()
-        return _train(session, config)
+        outcome = _train(session, config)
     finally:
+        watchdog.stop()
         stop.restore()
+    if outcome.status == "stopped":
+        _after_stop(stop, config["run"]["requeue"] if place.rank == 0 else None)
+    return outcome
+
+
+def _open(
+    config: Config,
+    *,
+    dir: Path,
+    place: Place,
+    store: Any,
+    listening: int | None,
+    ends: tuple[Stop, Watchdog],
+) -> Session:
+    try:
+        device = choose_device(config["run"]["device"], local_rank=place.local_rank)
+        if place.world > 1:
+            join(place, store or meet(place, listening=listening), device=device)
+        return open_session(config, dir=dir, process=Process(place.rank, place.world, device, *ends))
+    except ValueError as error:
+        if "RUNNER_TRACEBACK" in os.environ:
+            raise
+        raise ConfigError(str(error).splitlines()) from error
 
 
 def _train(s: Session, config: Config) -> Outcome:
-    status: Literal["finished", "stopped", "failed"] = "failed"
+    status: Status = "failed"
     code, message = 1, ""
     try:
         if s.progress.step < s.plan.steps:
             train(s)
-        status, code = ("stopped", s.stop.code) if s.progress.stopped else ("finished", 0)
-        if s.progress.step >= s.plan.steps:
-            status, code = "finished", 0
+        status, code = _verdict(s)
     except DivergedError as error:
         message = str(error)
         s.progress.val_loss = float("inf")
-    finally:
-        with contextlib.suppress(Exception):
-            s.emitter(s.readback.drain())
-        s.stream.close()
-        s.emit_quietly(s.store.close())
-        s.emitter.close(status)
-        s.engine.close()
+    except BaseException:
+        _close_alone(s)
+        raise
+    _close(s, status)
     outcome = Outcome(s.dir, status, code, s.progress.step, s.progress.val_loss, message)
     if s.engine.rank == 0:
         closing.report(s, config, outcome)
     return outcome
+
+
+def _verdict(s: Session) -> tuple[Status, int]:
+    if s.progress.step >= s.plan.steps:
+        return "finished", 0
+    s.stop.agree(s.engine.gather)
+    return "stopped", s.stop.code
+
+
+def _close(s: Session, status: Status) -> None:
+    """Complete what is under way and close every part; all ranks together."""
+    s.watchdog.beat("closing")
+    s.emit_quietly(s.readback.drain())
+    s.stream.close()
+    for evaluator in s.evaluators.values():
+        getattr(evaluator, "close", bool)()
+    s.emit_quietly(s.store.close())
+    s.engine.barrier()
+    s.engine.close()
+    if s.engine.world > 1:
+        torch.distributed.destroy_process_group()
+    s.watchdog.beat("closing the loggers")
+    s.emitter.close(status)
+
+
+def _close_alone(s: Session) -> None:
+    """Close what can be closed without the other ranks, which may be gone."""
+    with contextlib.suppress(Exception):
+        s.emit_quietly(s.readback.drain())
+    with contextlib.suppress(Exception):
+        s.stream.close()
+    if s.engine.world == 1:
+        with contextlib.suppress(Exception):
+            s.emit_quietly(s.store.close())
+    s.emitter.close("failed")
+
+
+def _after_stop(stop: Stop, requeue: str | None) -> None:
+    """Have the scheduler start the run again, if it was a scheduler's signal that stopped it."""
+    if requeue is not None and stop.signal in PREEMPTION:
+        done = subprocess.run(requeue, shell=True, timeout=_REQUEUE_S, capture_output=True, text=True)
+        said = " ".join((done.stdout + done.stderr).split())
+        if done.returncode:
+            log.error("run.requeue: %r failed with %d (%s); requeue by hand", requeue, done.returncode, said)
+        else:
+            log.info("run.requeue: %r done %s", requeue, said)
+    stop.pass_on()
 
 
 def settle_process(run: Config) -> None:
@@ -78,8 +154,10 @@ def settle_process(run: Config) -> None:
     if run["deterministic"]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
-        # As torch.use_deterministic_algorithms(True), which would import the compiler: 1.5 s of start-up.
-        torch.set_deterministic_debug_mode("error")
+        if run["compile"]:
+            torch.use_deterministic_algorithms(True)
+        else:  # the same without importing the compiler, which takes longer than the rest of the start
+            torch.set_deterministic_debug_mode("error")
         # Strict mode would fill every new tensor with nan, which costs a pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     keep_freed_memory()

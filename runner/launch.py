@@ -9,14 +9,16 @@ import os
 import re
 import shutil
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from runner.cli import ConfigError
+from runner.ranks import Leader, Place, first_to, hear, meet
 
 Config = dict[str, Any]
 
@@ -37,6 +39,9 @@ class Run:
     overwrite: bool = False
     trust: list[str] = field(default_factory=list)
     plot: bool = True
+    watchdog_s: Annotated[float, Gt(0)] | None = 3600.0
+    ranks_every: Annotated[int, Ge(0)] = 100
+    requeue: str | None = None
     label: str | None = None
     from_: str | None = None
 
@@ -53,16 +58,62 @@ class Outcome:
     message: str = ""
 
 
-def launch(config: Config) -> Outcome:
-    """Run a checked configuration to its end on every rank.
+class RankError(RuntimeError):
+    """A rank ended otherwise than by its own decision; `trace` is what it left, `code` the exit code."""
+
+    def __init__(self, text: str, *, trace: str, code: int) -> None:
+        super().__init__(text)
+        self.trace, self.code = trace, code
+
+
+def launch(config: Config, *, leader: Leader | None = None) -> Outcome:
+    """Run a checked configuration to its end on every rank; `leader` if another program started them.
 
     Raises:
         ConfigError: the run folder cannot be used, or what it holds forbids this run.
+        RankError: a rank died.
     """
     with claim(config["run"]) as folder:
+        if leader is not None:
+            from runner.job import run_rank
+
+            store = leader.announce(config, dir=str(folder))
+            with _one_voice(leader.place, store):
+                return run_rank(config, dir=folder, place=leader.place, store=store)
+        if (processes := config["parallel"].get("processes") or 1) > 1:
+            from runner.supervise import run_ranks
+
+            return run_ranks(config, dir=folder, processes=processes)
         from runner.job import run_rank
 
-        return run_rank(config, dir=folder, rank=0, world=1)
+        return run_rank(config, dir=folder)
+
+
+def follow(place: Place) -> Outcome | int:
+    """Run what rank 0 says, as another of its ranks; return the exit code if it says to leave."""
+    store = meet(place)
+    news = hear(store)
+    if news.config is None:
+        return news.code
+    from runner.job import run_rank
+
+    with _one_voice(place, store):
+        return run_rank(news.config, dir=Path(news.dir), place=place, store=store)
+
+
+@contextlib.contextmanager
+def _one_voice(place: Place, store: Any) -> Iterator[None]:
+    """Let the rank that failed first say why, and the others, which fail because it did, say only that."""
+    try:
+        yield
+    except ConfigError as error:
+        raise error if first_to(store, "refuse") else ConfigError([]) from error
+    except Exception as error:
+        name = f"rank {place.rank} of {place.world}"
+        if not first_to(store, "fail"):
+            raise RankError(f"{name} ended because another rank failed", trace="", code=1) from None
+        text = f"{name} failed: {type(error).__name__}: {error}"
+        raise RankError(text, trace=traceback.format_exc(), code=1) from error
 
 
 @contextlib.contextmanager

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner import manifest
-from runner.api import Event, Note, RunInfo
-from runner.assembly import assemble_session, choose_device
+from runner.api import Event, Note, RunInfo, Slot
+from runner.assembly import Process, assemble_session
 from runner.branch import Branch, branch_off
 from runner.micro_batch import settle_micro_batch
 from runner.session import Session
-from runner.stop import Stop
 
 Config = dict[str, Any]
 
@@ -24,16 +24,15 @@ class _Start(NamedTuple):
     events: tuple[Event, ...]
 
 
-def open_session(config: Config, *, dir: Path, rank: int, world: int, stop: Stop) -> Session:
+def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     """Return a session that is ready to train: fresh, or restored from the newest intact checkpoint.
 
     Raises:
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
     run = config["run"]
-    device = choose_device(run["device"], rank=rank)
-    config = settle_micro_batch(config, dir=dir, device=device, world=world)
-    s = assemble_session(config, dir=dir, rank=rank, world=world, stop=stop)
+    config = settle_micro_batch(config, dir=dir, device=process.device, world=process.world)
+    s = assemble_session(config, dir=dir, process=process)
     start = _settle_start(config, s)
     s.emitter.open(
         RunInfo(
@@ -104,7 +103,7 @@ def _branch(config: Config, s: Session) -> Branch:
 
 def _rate_caution(config: Config, s: Session) -> list[str]:
     """Warn of the default model's learning rate on a model that it would destroy."""
-    lr, parameters = config["optimizer"].get("lr"), s.engine.weights.numel()
+    lr, parameters = config["optimizer"].get("lr"), count_parameters(s.engine.layout)
     if not isinstance(lr, float | int) or lr < 2e-3 or parameters < 20_000_000:
         return []
     return [
@@ -113,12 +112,17 @@ def _rate_caution(config: Config, s: Session) -> list[str]:
     ]
 
 
+def count_parameters(layout: Sequence[Slot]) -> int:
+    """Return the parameters of a model, wherever they are."""
+    return sum(slot.numel for slot in layout)
+
+
 def _manifest(config: Config, s: Session) -> Config:
     tokenizer = s.data.tokenizer
     return manifest.collect(
         config,
         data=s.data.fingerprint(),
         tokenizer=tokenizer.name if tokenizer else None,
-        parameters=s.engine.weights.numel(),
+        parameters=count_parameters(s.engine.layout),
         world=s.engine.world,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from runner.config import build, trusted
+from runner.ranks import placed
 
 Config = dict[str, Any]
 
@@ -13,6 +14,7 @@ Config = dict[str, Any]
 def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
     """Return the problems that no single value shows; rules over a group in `wrong` are left out."""
     rules: dict[tuple[str, ...], Callable[[Config], Iterable[str]]] = {
+        ("parallel",): _ranks,
         ("train", "parallel"): _batch,
         ("model",): _model,
         ("scheduler", "train"): _schedule,
@@ -22,12 +24,22 @@ def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
 
 
 def processes(config: Config) -> int:
-    """Return how many ranks the run has: torchrun's, or `parallel.processes`."""
-    import os
+    """Return how many ranks the run has: those that torchrun or srun started, or `parallel.processes`."""
+    place = placed()
+    return place.world if place is not None else int(config["parallel"].get("processes") or 1)
 
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return int(config["parallel"].get("processes") or 1)
+
+def _ranks(config: Config) -> Iterator[str]:
+    place, parallel = placed(), config["parallel"]
+    if place is None:
+        return
+    if str(parallel["_target_"]).endswith(".Single"):
+        yield f"parallel: single runs 1 process, but {place.world} were started; use ddp, zero1 or fsdp"
+    elif parallel.get("processes") not in (None, place.world):
+        yield (
+            f"parallel.processes: {parallel['processes']}, but {place.world} were started; "
+            "leave it null to take what torchrun or srun starts"
+        )
 
 
 def _batch(config: Config) -> Iterator[str]:

@@ -30,12 +30,15 @@ from runner.api import (
 from runner.checkpoint.store import Store
 from runner.curvature import Curvature
 from runner.emit import Emitter
+from runner.forensics import Forensics
 from runner.inject import Inject
 from runner.meter import Meter
+from runner.pace import Pace
 from runner.readback import Readback
 from runner.rng import Generators, ModelRng
 from runner.stop import Stop
 from runner.train import Plan
+from runner.watchdog import Watchdog
 
 
 class DivergedError(RuntimeError):
@@ -118,13 +121,18 @@ class Session:
     emitter: Emitter
     store: Store
     stop: Stop
+    watchdog: Watchdog
     inject: Inject
+    forensics: Forensics
+    pace: Pace
     identity: Identity
 
     def emit(self, events: Iterable[Event]) -> None:
         """Pass events to the loggers, in order, and keep the books on them."""
         for event in events:
             self.emitter([event])
+            if isinstance(event, TrainStep) and not event.applied:
+                self.emitter(self.forensics.keep(event))
             self.progress.observe(event)
 
     def parts(self) -> dict[str, Any]:
@@ -146,7 +154,7 @@ class Session:
             world=self.engine.world,
             layout=self.engine.layout,
             model=self.identity.model,
-            weights=self.engine.weights,
+            weights=self.engine.full_weights(),
             optimizer=self.optimizer.state_dict(),
             stream=self.stream.state_dict(),
             rng=self.rng.state_dict(),
@@ -161,19 +169,23 @@ class Session:
     def save(self) -> None:
         """Write a checkpoint of the current step; a failure is told, and the run goes on."""
         self.emit(self.readback.drain())
+        self.watchdog.beat(f"a checkpoint of step {self.progress.step}")
         with self.meter.pause():
             self.emit(self.store.save(self.snapshot()))
 
     def restore(self, found: Snapshot) -> list[str]:
         """Put every part where it was when `found` was written; return what could not be."""
-        self.engine.weights.copy_(found.weights)
+        was = int(found.env.get("world", self.engine.world))
+        resharded = was != self.engine.world
+        self.engine.load_weights(found.weights)
         self.optimizer.load_state_dict(found.optimizer)
-        self.stream.load_state_dict(found.stream)
+        self.stream.load_state_dict({**found.stream, "recut": resharded} if resharded else found.stream)
         self.rng.load_state_dict(found.rng)
         notes = []
         for name, part in self.parts().items():
             try:
-                if name in found.parts:
+                # A rank that was not there keeps its own seeds: rank 0's generators are not for two.
+                if name in found.parts and not (name == "generators" and self.engine.rank >= was):
                     part.load_state_dict(found.parts[name])
             except ValueError as error:
                 # The guard may be swapped in mid-run; anything else that does not fit is an error.

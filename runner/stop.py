@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PREEMPTION = (signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send ahead of the end (`sbatch --signal=USR1@300`, submitit): the run wants to go on."""
+
+_ECHO_S = 1.0  # a launcher and its scheduler may both pass on one signal
 
 
 class Stop:
@@ -15,6 +22,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._at = 0.0
         self._previous: dict[int, Any] = {}
 
     @property
@@ -27,6 +35,10 @@ class Stop:
         """Return the exit code of a run that a signal stopped: 128 + its number, as a shell has it."""
         return 128 + (self.signal or signal.SIGTERM)
 
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Take over the signal of the first rank that got one; all ranks together, once they stop."""
+        self.signal = next((number for number in gather(self.signal) if number is not None), self.signal)
+
     def install(self) -> None:
         """Take over the signals; only the main thread may."""
         for number in SIGNALS:
@@ -35,10 +47,25 @@ class Stop:
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def pass_on(self) -> None:
+        """Call the handler that was there before, now that all is saved: submitit's requeues the job."""
+        previous = self._previous.get(self.signal or 0)
+        if self.signal in PREEMPTION and callable(previous):
+            previous(self.signal, None)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.requested:
+        now, name = time.monotonic(), signal.Signals(number).name
+        if not self.requested:
+            self.signal, self._at = number, now
+            _say(f"{name}: finishing this step and saving; once more to leave at once")
+        elif now - self._at > _ECHO_S:
+            _say(f"{name} again: left at once; the newest complete checkpoint counts")
             os._exit(128 + number)
-        self.signal = number
+
+
+def _say(text: str) -> None:
+    # Not through a stream or a logger: the signal may have interrupted one of them.
+    with contextlib.suppress(OSError):
+        os.write(2, f"runner: {text}\n".encode())

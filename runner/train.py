@@ -51,6 +51,7 @@ def train(s: Session) -> float:
         evaluate(s, step=0, last=False)
     while s.progress.step < s.plan.steps and not s.progress.stopped:
         step = s.progress.step
+        s.watchdog.beat(f"step {step}")
 
         if s.curvature.due(step):  # second-order optimizers only
             estimate_curvature(s)
@@ -62,8 +63,10 @@ def train(s: Session) -> float:
         s.emit(s.store.before_update())  # a checkpoint that still reads the weights goes first
         update(s.optimizer, step=step, lr=lr, scale=scale, apply=verdict.apply)
 
+        s.forensics.stepped(step)
         s.readback.push(step, lr, loss, norm, scale, verdict)  # copies start; nobody waits
         s.emit(s.readback.ready())  # whatever has arrived by now
+        s.emit(s.pace.due(step))
 
         s.progress.step = step = step + 1
         last = step == s.plan.steps
@@ -77,22 +80,31 @@ def train(s: Session) -> float:
 
 def accumulate_gradients(s: Session) -> Tensor:
     """Leave the mean gradient of one step in the engine; return the mean loss [] over all ranks."""
-    s.engine.zero_grad()
     losses = []
     share = s.plan.accumulate
-    for i in range(share):
-        batch = s.stream.next()
-        s.rng.micro_step()
-        with s.engine.micro_batch(last=i == share - 1):
-            with s.autocast():
-                loss = s.model(batch.inputs, batch.targets)
-            loss = s.inject.loss(s.progress.step, loss)
-            (loss / share if share > 1 else loss).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
+    with s.pace.alone():
+        s.inject.step(s.progress.step)
+        s.engine.zero_grad()
+        for i in range(share):
+            losses.append(micro_batch(s, last=i == share - 1))
     s.engine.finish_gradient_sync()
     s.inject.gradients(s.progress.step, s.engine)
     mean = torch.stack(losses).double().mean() if share > 1 else losses[0]
     return s.engine.mean(mean).float()
+
+
+def micro_batch(s: Session, *, last: bool) -> Tensor:
+    """Add one micro-batch's share to the gradient; return its loss []."""
+    batch = s.stream.next()
+    s.forensics.saw(s.stream)
+    s.rng.micro_step()
+    share = s.plan.accumulate
+    with s.engine.micro_batch(last=last):
+        with s.autocast():
+            loss: Tensor = s.model(batch.inputs, batch.targets)
+        loss = s.inject.loss(s.progress.step, loss)
+        (loss / share if share > 1 else loss).backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
 
 
 def estimate_curvature(s: Session) -> None:
@@ -110,12 +122,13 @@ def estimate_curvature(s: Session) -> None:
 
 def evaluate(s: Session, *, step: int, last: bool) -> None:
     """Run the evaluators that are due after `step` updates; they leave no trace in the training state."""
-    due = [e for e in s.evaluators.values() if e.every and (step % e.every == 0 or last)]
+    due = {n: e for n, e in s.evaluators.items() if e.every and (step % e.every == 0 or last)}
     if not due:
         return
     s.emit(s.readback.drain())
     with s.meter.pause(), torch.no_grad(), s.generators.untouched():
         s.model.eval()
-        for evaluator in due:
+        for name, evaluator in due.items():
+            s.watchdog.beat(f"evaluate.{name} at step {step}")
             s.emit(evaluator(s.view, step))
         s.model.train()

@@ -51,6 +51,7 @@ class JsonlLogger:
         data = (_encode(row(event, time_s=time.time())) + "\n").encode("ascii")
         written = os.write(self._fd, data)
         if written != len(data):
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)  # a row is there whole or not at all
             raise OSError(f"{self._path}: wrote {written} of {len(data)} bytes of a row; is the disk full?")
         if self._fsync:
             os.fsync(self._fd)

@@ -89,6 +89,7 @@ def _append(path: Path, data: bytes, *, fsync: bool) -> None:
     try:
         written = os.write(fd, data)
         if written != len(data):
+            os.ftruncate(fd, os.fstat(fd).st_size - written)  # a line is there whole or not at all
             raise OSError(f"{path}: wrote {written} of {len(data)} bytes of a line; is the disk full?")
         if fsync:
             os.fsync(fd)

@@ -32,8 +32,9 @@ class Restored(NamedTuple):
 class Store:
     """A run folder's checkpoints, as one rank sees them.
 
-    Every method that all ranks must call together says so. Supplied when built: `dir` the run folder, and
-    the engine's `rank`, `any_rank` (its `any`: whether any rank raised a flag) and `barrier`.
+    Every method that all ranks must call together says so. Supplied when built: `dir` the run folder, the
+    engine's `rank`, `any_rank` (its `any`: whether any rank raised a flag) and `barrier`, and `fault`,
+    which may delay or fail a write for a drill (`debug.*`).
     """
 
     def __init__(
@@ -51,13 +52,14 @@ class Store:
         rank: int = 0,
         any_rank: Callable[[bool], bool] = bool,
         barrier: Callable[[], None] = lambda: None,
+        fault: Callable[[], None] = lambda: None,
     ) -> None:
         self.every, self.keep, self.major_every = every, keep, major_every
         self.resume, self.format = resume, format
         self.allow_reshard, self.strict_env = allow_reshard, strict_env
         self.asynchronous = async_ != "off"
         self.dir = Path(dir)
-        self.rank, self._any_rank, self._barrier = rank, any_rank, barrier
+        self.rank, self._any_rank, self._barrier, self._fault = rank, any_rank, barrier, fault
         self.resumed_step: int | None = None
         self._saved_step: int | None = None
         self._copies = HostCopies()
@@ -157,9 +159,15 @@ class Store:
             problem = problem or "another rank's disk is too full"
             text = f"checkpoint {snapshot.step} not written, the next one is tried: {problem}"
             return [*events, Note(snapshot.step, text, "warning")]
-        writing = Writing(job, ready=self._copies.wait_host if copied else lambda: None)
+        writing = Writing(job, ready=partial(self._ready, copied=copied))
         self._flight = _Flight(snapshot.step, writing, copied, time.perf_counter() - start)
         return events if self.asynchronous else events + self.join()
+
+    def _ready(self, *, copied: bool) -> None:
+        """Return once the snapshot can be read; runs where the files are written."""
+        self._fault()
+        if copied:
+            self._copies.wait_host()
 
     @property
     def pending(self) -> bool:

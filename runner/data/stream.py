@@ -138,9 +138,12 @@ class ShardSource:
 
         The number of samples is compared with the shard that is being resumed, whatever shard a
         fresh start would open first. An index at the end of a shard advances at the next `take`.
+        A state of another number of ranks that is marked `recut` goes on in file order where they
+        were together; shuffled, a new pass begins, as each rank's order was its own.
         """
         saved_order = state.get("order", "shuffle" if "twister" in state else "sequential")
         require_same("order", saved=saved_order, current=self.order, way_out=f"data.order={saved_order}")
+        state, other_ranks = recut(state, self._shape, counter="sample_slot")
         require_same_shape(state, self._shape)
         count = len(self._reader.shards)
         shard_order = np.asarray(state.get("shard_order", self._shard_order), np.int32).copy()
@@ -153,6 +156,11 @@ class ShardSource:
         slot = int(state["shard_slot"])
         if not 0 <= slot < count or not np.array_equal(np.sort(shard_order), np.arange(count)):
             raise ValueError(f"saved data position is damaged: shard slot {slot} of {count} shards")
+        if self._twister is not None and other_ranks:
+            self._twister.from_bytes(bytes(state["twister"]))
+            self._shard_order, self._epoch = shard_order, int(state.get("epoch", 0))
+            self._reset()
+            return
         if self._twister is not None:
             self._load_shuffle(state, resumed=int(shard_order[slot]))
         self._shard_order = shard_order
@@ -210,6 +218,24 @@ _SAME_FILES = "resume with the data files that the run started with"
 def shape_state(shape: Shape) -> State:
     """Return the part of a state that says how batches were cut; llm.c's files lack it."""
     return {"micro_batch": shape.micro_batch, "seq_len": shape.seq_len, "world": shape.world}
+
+
+def recut(state: State, shape: Shape, *, counter: str) -> tuple[State, bool]:
+    """Return a state marked `recut` as one of this number of ranks, and whether the number differs.
+
+    `counter` counts micro-batches of one rank; what all ranks together have read stays the same.
+    """
+    before = int(state.get("world", shape.world))
+    if not state.get("recut") or before == shape.world:
+        return state, False
+    read = int(state[counter]) * before
+    shuffled = state.get("order") == "shuffle"
+    if read % shape.world and not shuffled:
+        raise ValueError(
+            f"saved data position: {read} micro-batches were read by {before} ranks, which {shape.world} "
+            f"cannot share equally; resume with a divisor of {before} ranks"
+        )
+    return {**state, counter: read // shape.world, "world": shape.world}, True
 
 
 def require_same_shape(state: State, shape: Shape) -> None:

@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.shard import Shard, ShardReader
-from runner.data.stream import Pair, Position, Shape, State, require_same, require_same_shape, shape_state
+from runner.data.stream import (
+    Pair,
+    Position,
+    Shape,
+    State,
+    recut,
+    require_same,
+    require_same_shape,
+    shape_state,
+)
 
 
 def random_words(seed: int, *, start: int, count: int) -> NDArray[np.uint64]:
@@ -75,6 +84,7 @@ class WindowSource:
     def load_state_dict(self, state: State) -> None:
         saved = state.get("order", "shuffle")
         require_same("order", saved=saved, current="windows", way_out=f"data.order={saved}")
+        state, _ = recut(state, self._shape, counter="batches")
         require_same_shape(state, self._shape)
         same_files = "resume with the data files that the run started with"
         require_same("windows", saved=state["windows"], current=int(self._ends[-1]), way_out=same_files)

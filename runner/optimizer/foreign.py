@@ -57,7 +57,7 @@ class Foreign:
         kind = type(self._optimizer).__name__
         if not whole and kind not in ELEMENTWISE:
             raise ValueError(
-                "optimizer: this one needs whole tensors, parallel=zero1 gives each rank a part; "
+                "optimizer: this one needs whole tensors, parallel=zero1 and fsdp give each rank a part; "
                 "use parallel=ddp or single"
             )
 

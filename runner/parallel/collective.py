@@ -73,6 +73,26 @@ def any_flag(flag: bool, *, world: int, group: Any) -> bool:
     return bool(flags[0])
 
 
+def mean(value: Tensor, *, world: int, device: torch.device) -> Tensor:
+    """Return the mean of a 0-d value over the ranks, added in rank order in float64 on each."""
+    if world == 1:
+        return value
+    values = all_gather(value.detach().double().to(device).view(1), world=world)
+    total = values[0, 0]
+    for other in values[1:, 0]:
+        total = total + other
+    return (total / world).to(value.dtype)
+
+
+def gather_objects(value: Any, *, world: int, group: Any) -> list[Any]:
+    """Return a small picklable value of every rank, in rank order; for rare moments."""
+    if world == 1:
+        return [value]
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def barrier(*, world: int, group: Any) -> None:
     """Return once every rank is here."""
     if world > 1:

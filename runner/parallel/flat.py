@@ -68,6 +68,7 @@ class Flat:
             _move(placed, weights=self.weights)
         collective.broadcast([self.weights, *model.buffers()], world=self.world)
         self._segments = _segments(self, roles=roles_of(model))
+        self._last_sums = torch.empty(0)
         self._sums = norm.ChunkSums(self._own_chunks(), gradient=self.gradient)
         self._gradients = Gradients(layout, flat=self.gradient)  # its hooks run before the reducer's
         self._reducer: Reducer | None = reducer_of(
@@ -116,11 +117,20 @@ class Flat:
 
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm [] fp32, the same on every rank and from run to run."""
-        return norm.norm_of(self._all_sums())
+        self._last_sums = self._all_sums()
+        return norm.norm_of(self._last_sums)
 
-    def slot_norms(self) -> dict[str, float]:
-        """Return the gradient norm of each tensor by name; all ranks call it; waits for the device."""
-        return norm.slot_norms(self._all_sums(), self.layout, world=self.world)
+    @property
+    def sums(self) -> Tensor:
+        """The chunk sums that the last `grad_norm` added."""
+        return self._last_sums
+
+    def slot_norms(self, sums: Tensor | None = None) -> dict[str, float]:
+        """Return the gradient norm of each tensor by name; waits for the device.
+
+        Without `sums` they are made of what the gradient holds now, which all ranks must do together.
+        """
+        return norm.slot_norms(self._all_sums() if sums is None else sums, self.layout, world=self.world)
 
     def first_non_finite(self) -> str | None:
         """Return the first tensor whose gradient is not finite; all ranks call it; waits for the device."""
@@ -128,17 +138,22 @@ class Flat:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a 0-d value over the ranks, added in rank order in float64 on each."""
-        if self.world == 1:
-            return value
-        values = collective.all_gather(value.detach().double().to(self.device).view(1), world=self.world)
-        total = values[0, 0]
-        for other in values[1:, 0]:
-            total = total + other
-        return (total / self.world).to(value.dtype)
+        return collective.mean(value, world=self.world, device=self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank raised `flag`; agreed by all."""
         return collective.any_flag(flag, world=self.world, group=self._host_group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a small host value of every rank, in rank order."""
+        return collective.gather_objects(value, world=self.world, group=self._host_group)
+
+    def full_weights(self) -> Tensor:
+        """Return the live weights [numel]."""
+        return self.weights
+
+    def load_weights(self, flat: Tensor) -> None:
+        self.weights.copy_(flat)
 
     def barrier(self) -> None:
         collective.barrier(world=self.world, group=self._host_group)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli import ConfigError
-from runner.launch import Outcome, launch
+from runner.launch import Outcome, RankError, launch
 from runner.sweep.cells import Result, Status, write_result
 
 Config = dict[str, Any]
@@ -24,6 +24,9 @@ def run_cell(config: Config, folder: Path) -> int:
         for line in error.problems:
             sys.stderr.write(f"runner: error: {line}\n")
         return _fail(folder, code=2, message="; ".join(error.problems))
+    except RankError as error:
+        sys.stderr.write(f"{error.trace}runner: error: {error}\n")
+        return _fail(folder, code=error.code, message=str(error))
     except Exception as error:
         traceback.print_exc()
         return _fail(folder, code=1, message=f"{type(error).__name__}: {error}")

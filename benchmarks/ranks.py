@@ -1,0 +1,102 @@
+"""What ranks cost and save on one machine: step time, memory of the optimizer's state, the stop flag.
+
+    python benchmarks/ranks.py [steps, default 30] > benchmarks/results/ranks.md
+
+The same global batch is trained by one rank and by two (gloo); a pair of runs shares each row's machine
+state, so read the ratios. On fewer cores than ranks x threads two ranks cannot be faster than one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.commands import environment, run  # noqa: E402
+
+RUN = [
+    *("model.layers=4", "model.heads=4", "model.width=256", "train.seq_len=128", "train.micro_batch=2"),
+    *(
+        "data=markov",
+        "precision=fp32",
+        "evaluate=none",
+        "logger=[llmc,jsonl]",
+        "run.plot=false",
+        "run.threads=1",
+    ),
+]
+WAYS = {
+    "single, 1 rank": ["parallel=single"],
+    "ddp, 2 ranks": ["parallel=ddp", "parallel.processes=2"],
+    "zero1, 2 ranks": ["parallel=zero1", "parallel.processes=2"],
+    "fsdp, 2 ranks": ["parallel=fsdp", "parallel.processes=2"],
+    "single, canonical": ["parallel=single", "parallel.reduce=canonical"],
+    "ddp, 2 ranks, canonical": ["parallel=ddp", "parallel.processes=2", "parallel.reduce=canonical"],
+}
+
+
+def main() -> None:
+    """Run every way once and print the table."""
+    steps = sys.argv[1] if len(sys.argv) > 1 else "30"
+    print(
+        f"{os.cpu_count()} cores, one thread a rank, {steps} steps of 1024 tokens, "
+        + "a GPT-2 of 3.3M parameters\n"
+    )
+    print("| parallel | step ms (median) | of single | optimizer state per rank, MB | of single |")
+    print("|---|---:|---:|---:|---:|")
+    base: tuple[float, float] | None = None
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        for name, parallel in WAYS.items():
+            row = measure(Path(folder), name, [*RUN, *parallel, f"train.steps={steps}"])
+            base = base or row
+            print(
+                f"| {name} | {row[0]:.1f} | {row[0] / base[0]:.2f} | {row[1]:.2f} | {row[1] / base[1]:.2f} |",
+                flush=True,
+            )
+        print(f"\nAgreeing on a stop, once per step: {1e3 * stop_ms(Path(folder)):.0f} us on 2 ranks.")
+
+
+def measure(folder: Path, name: str, arguments: list[str]) -> tuple[float, float]:
+    """Return the median step in ms and rank 0's state file in MB."""
+    slug = name.replace(", ", "_").replace(" ", "_")
+    run(*arguments, f"run.root={folder}", f"run.name={slug}", "train.tokens_per_step=1024", cwd=folder)
+    rows = [json.loads(line) for line in (folder / slug / "metrics.jsonl").read_text().splitlines()]
+    times = [row["perf/step_ms"] for row in rows if row["event"] == "TrainStep"][3:]
+    (state,) = (folder / slug).glob("state_*_00000.*")
+    return median(times), state.stat().st_size / 1e6
+
+
+def stop_ms(folder: Path) -> float:
+    """Return the median time of the collective that asks every rank for a stop."""
+    code = """
+import statistics, sys, time, torch.distributed as dist
+from runner.parallel import collective
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+times = []
+for _ in range(2000):
+    start = time.perf_counter()
+    collective.any_flag(False, world=2, group=None)
+    times.append(time.perf_counter() - start)
+if rank == 0:
+    print(1e3 * statistics.median(times))
+"""
+    program = [sys.executable, "-c", code]
+    meeting = str(folder / "meeting")
+    started = [
+        subprocess.Popen([*program, rank, meeting], stdout=subprocess.PIPE, text=True, env=environment())
+        for rank in "01"
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    return float(printed[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""One rank as a process of its own, started by `runner.supervise`, to which it reports how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from runner.cli import ConfigError
+from runner.launch import Outcome
+from runner.ranks import Place
+
+
+class Order(NamedTuple):
+    """What a rank is to do; `listening` is the bound socket of rank 0, `report` where its end is written."""
+
+    config: dict[str, Any]
+    dir: Path
+    place: Place
+    parent: int
+    listening: int | None
+    report: int
+
+
+class Report(NamedTuple):
+    """How a rank ended, at `time.monotonic()` of this machine."""
+
+    kind: Literal["outcome", "config", "error"]
+    at: float
+    outcome: Outcome | None = None
+    lines: tuple[str, ...] = ()
+    trace: str = ""
+
+
+def main() -> None:
+    """Run the order that standard input brings, report, and leave with the run's exit code."""
+    order: Order = pickle.load(sys.stdin.buffer)
+    end_with_parent(order.parent)
+    report = _run(order)
+    with os.fdopen(order.report, "wb") as file:
+        pickle.dump(report, file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What torch would tear down here may wait for ranks that are gone.
+    os._exit(report.outcome.code if report.outcome else 2 if report.kind == "config" else 1)
+
+
+def _run(order: Order) -> Report:
+    from runner.job import run_rank
+
+    try:
+        outcome = run_rank(order.config, dir=order.dir, place=order.place, listening=order.listening)
+    except ConfigError as error:
+        return Report("config", time.monotonic(), lines=tuple(error.problems))
+    except BaseException as error:
+        line = f"{type(error).__name__}: {error}"
+        return Report("error", time.monotonic(), lines=(line,), trace=traceback.format_exc())
+    return Report("outcome", time.monotonic(), outcome)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` ends, so that no rank outlives its run."""
+    pr_set_pdeathsig = 1  # linux/prctl.h; elsewhere a rank notices by its peers' silence
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
