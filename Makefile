@@ -26,5 +26,8 @@ hydra14: ## the command and sweep tests on Hydra's pre-release
 	.venv14/bin/pip install --quiet --pre hydra-core==1.4.0rc3
 	.venv14/bin/python -m pytest tests/test_cli.py tests/test_sweep_cli.py tests/test_sweep_branches.py
 
+bench: ## every ratio of docs/performance.md; needs a quiet machine (or: --threads 1)
+	$(BIN)/python -m benchmarks
+
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
