@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test slow bench clean
+.PHONY: setup check test slow bench hydra14 clean
 
 setup: ## create .venv with the project and its development tools
 	$(PYTHON) -m venv $(VENV)
@@ -15,10 +15,16 @@ check: ## format, lint, types
 	$(BIN)/mypy
 
 test: check ## every check and the default tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 slow: ## the long checks
 	$(BIN)/python -m pytest -m slow
+
+hydra14: ## the command and sweep tests on Hydra's pre-release
+	$(PYTHON) -m venv .venv14
+	.venv14/bin/pip install --quiet -e '.[dev]'
+	.venv14/bin/pip install --quiet --pre hydra-core==1.4.0rc3
+	.venv14/bin/python -m pytest tests/test_cli.py tests/test_sweep_cli.py tests/test_sweep_branches.py
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis

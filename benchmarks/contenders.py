@@ -13,7 +13,7 @@ from benchmarks.workloads import FOLDER, WORKLOADS, Workload, overrides
 MANY = 5_000  # more than any race takes; the runner evaluates its whole schedule at the start
 
 
-def runner_loop(w: Workload, threads: int, *, precision: str) -> None:
+def runner_loop(w: Workload, threads: int, *, precision: str, more: tuple[str, ...] = ()) -> None:
     """Run the runner's own command line, with one logger more."""
     import tempfile
 
@@ -23,7 +23,7 @@ def runner_loop(w: Workload, threads: int, *, precision: str) -> None:
     root = tempfile.mkdtemp(prefix="run-", dir=FOLDER)
     arguments = overrides(w, precision=precision, threads=threads, steps=MANY, root=root)
     gate = ["+logger.gate._target_=benchmarks.gate.GateLogger", "run.trust=[benchmarks]"]
-    sys.argv = ["runner", *arguments, *gate]
+    sys.argv = ["runner", *arguments, *gate, *more]
     main()
 
 
@@ -57,6 +57,7 @@ def library_loop(w: Workload, threads: int, *, library: str, bf16: bool) -> None
 
 CONTENDERS: dict[str, Callable[[Workload, int], None]] = {
     **{f"runner-{p}": functools.partial(runner_loop, precision=p) for p in ("fp32", "bf16")},
+    "runner-bf16-no-wandb": functools.partial(runner_loop, precision="bf16", more=("~logger.wandb",)),
     **{f"kernels-{p}": functools.partial(kernels_loop, precision=p) for p in ("fp32", "bf16")},
     "nanogpt": functools.partial(bare_loop),
     "nanogpt-compiled": functools.partial(bare_loop, compiled=True),

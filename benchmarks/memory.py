@@ -31,7 +31,7 @@ def measure(*, step: bool = True, kernels: str = "fast", checkpoint: bool = Fals
 
     torch.set_num_threads(1)
     model = GPT2(
-        layers=4,
+        layers=12,
         heads=4,
         width=256,
         max_seq_len=SEQ_LEN,

@@ -57,7 +57,7 @@ def command(arguments: list[str]) -> float:
     """Run the product; return the seconds it took."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     start = time.perf_counter()
-    line = [sys.executable, "-m", "runner", *RUN, *arguments]
+    line = [sys.executable, "-m", "runner", *arguments, *RUN]
     subprocess.run(line, check=True, env=environment, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 

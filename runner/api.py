@@ -20,6 +20,9 @@ from runner.events import (
     Event as Event,
 )
 from runner.events import (
+    GpuState as GpuState,
+)
+from runner.events import (
     Note as Note,
 )
 from runner.events import (

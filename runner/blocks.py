@@ -38,11 +38,12 @@ def settle_blocks(model: nn.Module, *, compile: Literal[False, "blocks"], checkp
         block.forward = functools.partial(_run, block, trained, plain)
 
 
-def _run(block: nn.Module, trained: Forward, plain: Forward, *inputs: Any) -> Any:
-    return trained(*inputs) if block.training and torch.is_grad_enabled() else plain(*inputs)
+def _run(block: nn.Module, trained: Forward, plain: Forward, *inputs: Any, **named: Any) -> Any:
+    chosen = trained if block.training and torch.is_grad_enabled() else plain
+    return chosen(*inputs, **named)
 
 
-def _checkpointed(forward: Forward, *inputs: Any) -> Any:
+def _checkpointed(forward: Forward, *inputs: Any, **named: Any) -> Any:
     from torch.utils.checkpoint import checkpoint
 
-    return checkpoint(forward, *inputs, use_reentrant=False)
+    return checkpoint(forward, *inputs, use_reentrant=False, **named)

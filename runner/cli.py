@@ -30,6 +30,7 @@ class ConfigError(ValueError):
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    sys.argv = [sys.argv[0], *with_mode(sys.argv[1:])]
     # Imports make only what stays: searching it for garbage takes an eighth of the start-up.
     gc.disable()
     code = run_command(sys.argv[1:])
@@ -37,6 +38,19 @@ def main() -> None:
     sys.stderr.flush()
     # Everything is written and closed by now; tearing torch down would only cost half a second.
     os._exit(code)
+
+
+def with_mode(arguments: Sequence[str]) -> list[str]:
+    """Have a chosen `sweep=` option mean several runs, with or without -m.
+
+    Hydra takes the mode from the command line or the primary config only.
+    """
+    given = []
+    for argument in arguments:
+        given.append(argument)
+        if re.fullmatch(r"sweep=(?!null$).+", argument) and not {"-m", "--multirun"} & {*arguments}:
+            given.append("hydra.mode=MULTIRUN")
+    return given
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -187,7 +201,9 @@ def resolve(cfg: Any) -> dict[str, Any]:
     try:
         config = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(list(_unresolved(cfg)) or explain(error) or [str(error)]) from error
+        raise ConfigError(
+            _originals(list(_unresolved(cfg)), cfg) or explain(error) or [str(error)]
+        ) from error
     assert isinstance(config, dict)
     plain = {str(key): value for key, value in config.items() if key != "hydra"}
     problems = [*check(plain), *check_node(plain.pop("sweep", {}), "sweep")]

@@ -89,7 +89,19 @@ class Ranks:
     step_ms: tuple[float, ...]
 
 
-Event = TrainStep | ValLoss | Score | Sample | Saved | Removed | Note | Ranks
+@dataclass(frozen=True)
+class GpuState:
+    """A look at the GPU; nan where the board has no figure, `throttle` names what holds it back."""
+
+    step: int
+    sm_clock_mhz: float
+    power_w: float
+    temperature_c: float
+    utilization_percent: float
+    throttle: tuple[str, ...]
+
+
+Event = TrainStep | ValLoss | Score | Sample | Saved | Removed | Note | Ranks | GpuState
 
 
 def metrics(event: Event) -> dict[str, float]:
@@ -123,6 +135,14 @@ def metrics(event: Event) -> dict[str, float]:
         return {"checkpoint/step": float(event.step), "checkpoint/blocked_ms": event.blocked_ms}
     if isinstance(event, Ranks):
         return {"perf/slowest_rank_ms": max(event.step_ms), "perf/fastest_rank_ms": min(event.step_ms)}
+    if isinstance(event, GpuState):
+        named = {
+            "gpu/sm_clock_mhz": event.sm_clock_mhz,
+            "gpu/power_w": event.power_w,
+            "gpu/temperature_c": event.temperature_c,
+            "gpu/utilization_percent": event.utilization_percent,
+        }
+        return {name: value for name, value in named.items() if math.isfinite(value)}
     return {}
 
 

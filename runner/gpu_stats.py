@@ -7,9 +7,15 @@ there is no NVML at all, one line says so and every reading is empty.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from annotated_types import Ge
+
+from runner.api import Event, GpuState, View
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +67,36 @@ class GpuStats:
             self._worker.shutdown(wait=True, cancel_futures=True)
             self._nvml.nvmlShutdown()
             self._worker = None
+
+
+class GpuReadings:
+    """An evaluator that reports the GPU's state (llm.c's -lg); silent where there is no GPU.
+
+    A reading is taken by a thread, so the state that is reported is the one asked for a period before.
+    """
+
+    def __init__(self, *, every: Annotated[int, Ge(1)]) -> None:
+        self.every = every
+        self._stats: GpuStats | None = None
+
+    def __call__(self, view: View, step: int) -> Iterator[Event]:
+        if self._stats is None:
+            self._stats = GpuStats(uuid=_uuid(view.engine.device))
+        self._stats.request()
+        reading = self._stats.latest
+        if reading.throttle is not None or reading.sm_clock_mhz is not None:
+            figures = [math.nan if figure is None else figure for figure in reading[:4]]
+            clock, power, temperature, utilization = (float(figure) for figure in figures)
+            yield GpuState(step, clock, power, temperature, utilization, reading.throttle or ())
+
+    def close(self) -> None:
+        """End the reading thread."""
+        if self._stats is not None:
+            self._stats.close()
+
+
+def _uuid(device: torch.device) -> str | None:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def read(nvml: Any, handle: Any) -> GpuReading:

@@ -112,6 +112,8 @@ def _close(s: Session, status: Status) -> None:
     s.watchdog.beat("closing")
     s.emit_quietly(s.readback.drain())
     s.stream.close()
+    for evaluator in s.evaluators.values():
+        getattr(evaluator, "close", bool)()
     s.emit_quietly(s.store.close())
     s.engine.barrier()
     s.engine.close()
@@ -152,8 +154,10 @@ def settle_process(run: Config) -> None:
     if run["deterministic"]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
-        # As torch.use_deterministic_algorithms(True), which would import the compiler: 1.5 s of start-up.
-        torch.set_deterministic_debug_mode("error")
+        if run["compile"]:
+            torch.use_deterministic_algorithms(True)
+        else:  # the same without importing the compiler, which takes longer than the rest of the start
+            torch.set_deterministic_debug_mode("error")
         # Strict mode would fill every new tensor with nan, which costs a pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     keep_freed_memory()

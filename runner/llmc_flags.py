@@ -21,7 +21,9 @@ FLAGS: dict[str, Flag] = {
     "-j": Flag(str, "dev/data/tinyshakespeare/tiny_shakespeare_val.bin", "data.val: glob of shards"),
     "-e": Flag(str, "gpt2_124M_bf16.bin", "model: a .bin to start from, or a descriptor (d12, gpt3:c768)"),
     "-o": Flag(str, None, "run.root/run.name: the run folder itself; without it a new one, no checkpoints"),
-    "-lg": Flag(int, -1, "no log of the GPU's clock and power here: watch it with nvidia-smi", used=False),
+    "-lg": Flag(
+        int, -1, "evaluate.gpu.every: steps between readings of the GPU's clock and power, -1 = none"
+    ),
     "-n": Flag(int, 0, "checkpoint.every: steps between checkpoints, 0 = none"),
     "-nk": Flag(int, 0, "checkpoint.keep: newest checkpoints that stay, 0 = all"),
     "-nm": Flag(int, 0, "checkpoint.major_every: multiples of this step always stay"),

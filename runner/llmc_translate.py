@@ -196,6 +196,8 @@ def _evaluations(values: dict[str, Any], model: Model, notes: list[str]) -> Iter
         if model.vocab_size != 50257:
             del chosen["sample"]
             notes.append(f"no samples: no tokenizer is known for a vocabulary of {model.vocab_size}")
+    if values["-lg"] > 0:
+        chosen["gpu"] = values["-lg"]
     if values["-h"]:
         if HELLASWAG.exists():
             chosen["hellaswag"] = values["-v"]

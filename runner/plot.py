@@ -80,7 +80,8 @@ def overlay(
         colour = COLOURS[number % len(COLOURS)]
         dash = ("-", "--", ":")[number // len(COLOURS) % 3]
         if curve is not None:
-            axes.plot(*curve, color=colour, linestyle=dash, linewidth=1.6, label=label)
+            marker = "o" if len(curve.steps) == 1 else ""
+            axes.plot(*curve, color=colour, linestyle=dash, linewidth=1.6, marker=marker, label=label)
     axes.set_title(title + _zoom(axes, [curve for curve in curves if curve is not None]))
     axes.grid(visible=True)
 

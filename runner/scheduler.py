@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -181,11 +182,17 @@ def _progress(step: int, start: int, total_steps: int) -> np.float32:
 def _load_cosf() -> Callable[[float], float]:
     """Find libm's single-precision cosine: rounding `math.cos` misses its last bit in 1 of 200 values."""
     try:
-        cosf = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6").cosf
+        cosf = ctypes.CDLL(_libm()).cosf
     except (OSError, AttributeError):  # no such library: less than 3e-7 away
         return math.cos
     cosf.restype, cosf.argtypes = ctypes.c_float, [ctypes.c_float]
     return cosf
+
+
+def _libm() -> str | None:
+    if sys.platform == "linux":
+        return "libm.so.6"  # what the search would find by starting a program
+    return ctypes.util.find_library("m")
 
 
 _cosf = _load_cosf()

@@ -65,7 +65,7 @@ def gone(mark: str, *, within_s: float = 5.0) -> bool:
 
 def folder(root: Path) -> Path:
     """Return the only sweep below `root`."""
-    (found,) = (root / "outputs" / "sweeps").iterdir()
+    (found,) = (p for p in (root / "outputs" / "sweeps").iterdir() if p.name[0] != ".")
     return found
 
 

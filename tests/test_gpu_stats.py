@@ -4,9 +4,11 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from runner import gpu_stats
-from runner.gpu_stats import GpuReading, GpuStats, read, throttle_reasons
+from runner.api import GpuState, metrics
+from runner.gpu_stats import GpuReading, GpuReadings, GpuStats, read, throttle_reasons
 
 
 class NVMLError(Exception):
@@ -66,3 +68,22 @@ def test_without_a_gpu_there_is_one_line_and_empty_readings(uuid, caplog):
     assert stats.latest == GpuReading()
     assert len(caplog.records) == 1
     stats.close()
+
+
+def test_the_evaluator_reports_what_it_asked_for_a_period_before(monkeypatch):
+    monkeypatch.setattr(gpu_stats, "_open", lambda uuid: board())
+    readings = GpuReadings(every=2)
+    view = SimpleNamespace(engine=SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(gpu_stats, "_uuid", lambda device: "abc")
+    assert list(readings(view, 2)) == []
+    readings._stats._pending.result()
+    (state,) = readings(view, 4)
+    assert state == GpuState(4, 1980, 312.5, 61, 97, ("power cap", "hardware thermal slowdown"))
+    assert metrics(state)["gpu/power_w"] == 312.5
+    readings.close()
+
+
+def test_the_evaluator_is_silent_without_a_gpu():
+    view = SimpleNamespace(engine=SimpleNamespace(device=torch.device("cpu")))
+    readings = GpuReadings(every=2)
+    assert [list(readings(view, step)) for step in (2, 4)] == [[], []]

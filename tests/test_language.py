@@ -45,6 +45,7 @@ def test_no_model_beats_the_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_chain_is_learned_to_its_entropy(model: str, tmp_path: Path) -> None:
     session = ran(f"model={model}", *MARKOV, "train.steps=700", dir=tmp_path)
@@ -52,6 +53,7 @@ def test_the_chain_is_learned_to_its_entropy(model: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", MODELS)
 def test_only_the_repetition_can_be_foreseen(model: str, tmp_path: Path) -> None:
     """The first half stays at ln 64 (a leak would lower it), the repeated half falls to nothing."""

@@ -82,7 +82,9 @@ def test_two_more_steps_from_each_golden_state(name, tmp_path):
     ).stat().st_size
 
 
-@pytest.mark.parametrize("name", ["fp32_shuffle_master", "fp32_noshuffle_nomaster"])
+@pytest.mark.parametrize(
+    "name", ["fp32_shuffle_master", pytest.param("fp32_noshuffle_nomaster", marks=pytest.mark.slow)]
+)
 def test_the_data_goes_on_where_llmc_stood(name, tmp_path):
     """The next loss is that of the weights and the tokens that the files name."""
     from runner.load import load_model
@@ -121,8 +123,8 @@ def test_master_weights_that_the_run_does_not_keep_are_dropped(tmp_path):
         ("bf16_shuffle_nomaster", ["-w", "1"], "master"),
         ("fp32_shuffle_master", ["data.order=sequential"], "order"),
         ("fp32_shuffle_master", ["-b", "4", "-d", "32"], "samples in nanoeq"),
-        ("fp32_shuffle_master", ["-e", "nano2_init.bin"], "model"),
-        ("fp32_shuffle_master", ["precision=bf16_master"], "precision"),
+        pytest.param("fp32_shuffle_master", ["-e", "nano2_init.bin"], "model", marks=pytest.mark.slow),
+        pytest.param("fp32_shuffle_master", ["precision=bf16_master"], "precision", marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_changes_nothing(name, more, message, tmp_path):

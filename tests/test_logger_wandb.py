@@ -179,7 +179,7 @@ def test_offline_means_no_connection_at_all(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         env = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": url, "WANDB_MODE": "offline"}
-        start(tmp_path, env=env, steps=20)
+        start(tmp_path, env=env, steps=20, settings={"close_s": 60.0})
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):
             server.accept()

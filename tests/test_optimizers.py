@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,24 @@ def test_a_run_scales_its_schedule_and_the_drawing_shows_it(tmp_path: Path) -> N
     assert session.scheduler(0) == pytest.approx(2e-3)
     assert compose_plan([*TINY, *command, "train.steps=5"]).lr == [session.scheduler(s) for s in range(5)]
     session.engine.close()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sophia", "sgd", "nadam"])
+def test_a_shard_is_updated_as_part_of_the_whole(name: str) -> None:
+    whole, halves = segments(), [segments(), segments()]
+    for rank, parts in enumerate(halves):
+        for i, part in enumerate(parts):
+            n = part.param.shape[1] // 2
+            mine = slice(rank * n, (rank + 1) * n)
+            offset = whole[i].offset // 2
+            views = {"param": part.param[:, mine], "grad": part.grad[:, mine]}
+            parts[i] = replace(part, **views, offset=offset, start=rank * n)
+    made = [optimizer(name, parts) for parts in (whole, *halves)]
+    for step in range(3):
+        for one in made:
+            update(one, step)
+    for part, left, right in zip(whole, *halves, strict=True):
+        assert torch.equal(part.param, torch.cat([left.param, right.param], dim=1))
 
 
 def test_matrix_optimizers_refuse_shards() -> None:

@@ -121,6 +121,7 @@ def test_blocks_computed_again_give_the_same_bits(model_name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler about itself
 def test_compiled_blocks_train_alike_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     command = [*TINY, "precision=fp32", "run.compile=blocks"]
     straight = ran(*command, "train.steps=6", dir=tmp_path / "straight")

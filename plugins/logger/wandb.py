@@ -20,6 +20,7 @@ from runner.api import Event, RunInfo, Sample, State, TrainStep, metrics
 _LOG = logging.getLogger(__name__)
 _QUEUE_EVENTS = 100_000
 _HEAD_START_S = 5.0  # importing wandb beside the first step would only delay it
+_BURST_S = 1.0  # rows wait for each other: one on its own costs a small model's loop four times as much
 _LONG_TEXT = 1000  # a manifest's diff is no setting that anybody compares
 
 
@@ -48,7 +49,7 @@ class WandbLogger:
         job_type: str = "train",
         tags: list[str] | None = None,
         notes: str | None = None,
-        close_s: Annotated[float, Gt(0)] = 10.0,
+        close_s: Annotated[float, Gt(0)] = 30.0,
     ) -> None:
         self._about = {"project": project, "entity": entity, "job_type": job_type, "notes": notes}
         self._mode = mode
@@ -62,6 +63,7 @@ class WandbLogger:
         self._worker: threading.Thread | None = None
         self._go = threading.Event()  # the first step is done
         self._started = threading.Event()  # wandb is ready, or has failed
+        self._closing = threading.Event()
         self._connecting = False
         self._steps = 0
         self._exit_code = 0
@@ -97,6 +99,7 @@ class WandbLogger:
         deadline = time.monotonic() + self._close_s
         self._exit_code = 1 if status == "failed" else 0
         self._go.set()
+        self._closing.set()
         if not self._started.wait(0.5 * self._close_s) and self._connecting:
             _release_service()  # ends the wait for a silent server; the rows then go to an offline run
         with contextlib.suppress(queue.Full):
@@ -137,6 +140,8 @@ class WandbLogger:
             self._started.set()
             while (event := self._queue.get()) is not None:
                 wandb_run.log(_row(event))
+                if self._queue.empty():
+                    self._closing.wait(_BURST_S)
             wandb_run.finish(exit_code=self._exit_code)
         except (Exception, SystemExit) as error:
             self._give_up(_first_line(error))

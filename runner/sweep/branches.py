@@ -35,6 +35,7 @@ def run_branches(composer: Composer, parsed: Sequence[Any], *, processes: bool) 
     folder = sweep_folder(composer)
     numbers = plan.known_numbers(folder)
     trunk = _trunk(composer, fixed, branches, folder=folder, numbers=numbers)
+    _check_warmup(trunk, branches)
     jobs = [
         [*fixed, *_branch_lines(budget, branches, trunk=trunk)] for budget in sorted(set(branches.budgets))
     ]
@@ -149,6 +150,20 @@ def _check(parsed: Sequence[Any], branches: Branches, *, processes: bool) -> Non
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _check_warmup(trunk: Cell, branches: Branches) -> None:
+    """Refuse a branch that would leave before the trunk is at its peak."""
+    warmup = trunk.config["scheduler"].get("warmup_steps") or 0
+    early = [b for b in branches.budgets if leaves_at(b, branches) < warmup]
+    if early:
+        step = leaves_at(early[0], branches)
+        raise ConfigError(
+            [
+                f"sweep.branches.budgets: {early[0]} leaves the trunk at step {step}, inside its warmup; "
+                f"lower scheduler.warmup_steps={warmup}, or drop that budget"
+            ]
+        )
 
 
 def _checkpoints(branches: Branches) -> int:

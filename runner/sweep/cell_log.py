@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from runner.api import Event, RunInfo, TrainStep, ValLoss
+from runner.events import Event, TrainStep, ValLoss
+
+if TYPE_CHECKING:
+    from runner.api import RunInfo  # which needs torch: half of the time that --cfg job takes
 
 _EVERY_S = 1.0
 

@@ -77,8 +77,9 @@ def table(rows: Sequence[Row], down: str, across: str) -> tuple[list[Any], list[
     for i, y in enumerate(ys):
         for j, x in enumerate(xs):
             losses = [r.val_loss for r in rows if r.values[down] == y and r.values[across] == x]
-            losses = [loss for loss in losses if not math.isnan(loss)]
-            means[i, j] = sum(losses) / len(losses) if losses else math.nan
+            finite = [loss for loss in losses if math.isfinite(loss)]
+            bad = math.inf if any(math.isinf(loss) for loss in losses) else math.nan
+            means[i, j] = sum(finite) / len(finite) if finite else bad
     return ys, xs, means
 
 
@@ -133,7 +134,9 @@ def _scatter(figure: Any, axes: Any, rows: Sequence[Row], down: str, across: str
     losses = [row.val_loss for row in good]
     if good:
         top = float(np.percentile(losses, 90))
-        points = axes.scatter(xs, ys, c=losses, cmap="viridis", s=70, vmax=max(top, min(losses) + 1e-9))
+        points = axes.scatter(
+            xs, ys, c=losses, cmap="viridis", s=70, vmax=max(top, min(losses) + 1e-9), zorder=3
+        )
         figure.colorbar(points, ax=axes, shrink=0.9)
         axes.scatter([xs[0]], [ys[0]], s=190, facecolors="none", edgecolors="#ea580c", linewidths=2)
     axes.scatter([r.values[across] for r in bad], [r.values[down] for r in bad], marker="x", color="#9ca3af")

@@ -51,6 +51,8 @@ class Spread(NamedTuple):
 def read_rows(folder: Path) -> list[Row]:
     """Return the cells of a sweep, best first; those without a validation loss by training loss, last.
 
+    Branches stand in the order of their budgets, after their trunk.
+
     Raises:
         ValueError: the folder holds no sweep, or a file in it cannot be read.
     """
@@ -61,7 +63,8 @@ def read_rows(folder: Path) -> list[Row]:
     known = [(path, content) for path, content in zip(found, about, strict=True) if content]
     rows = [content["overrides"] for _, content in known]
     keys = ["budget"] if any("budget" in row for row in rows) else naming.varying(rows)
-    return sorted((_row(path, content, keys) for path, content in known), key=_order)
+    made = [_row(path, content, keys) for path, content in known]
+    return sorted(made, key=_by_budget if keys == ["budget"] else _order)
 
 
 def _row(folder: Path, content: dict[str, Any], keys: Sequence[str]) -> Row:
@@ -97,6 +100,11 @@ _RANK = {"finished": 0, "pruned": 1, "unfinished": 2, "stopped": 2, "diverged": 
 def _order(row: Row) -> tuple[int, float, float, int]:
     losses = [math.inf if math.isnan(loss) else loss for loss in (row.val_loss, row.train_loss)]
     return (_RANK[row.state], *losses, row.number)  # type: ignore[return-value]
+
+
+def _by_budget(row: Row) -> tuple[float, int]:
+    budget = row.values["budget"]
+    return (float(budget) if is_number(budget) else 0.0, row.number)
 
 
 def keys_of(rows: Sequence[Row]) -> list[str]:

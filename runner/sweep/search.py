@@ -54,9 +54,9 @@ def run_search(composer: Composer, parsed: Sequence[Override], *, processes: boo
             f"search of {settings.search.trials} trials over {keys} in {short(folder)}: {done} done before"
         )
         ran = execute(trials, place=Place(folder, settings, handle), tell=tell, config=first.config)
-        tell.failures([(trials.cells[n], r) for n, r in ran.results.items() if r.status == "failed"])
         if trials.cells or done:
             summary.report(folder, tell=tell)
+        tell.failures([(trials.cells[n], r) for n, r in ran.results.items() if r.status == "failed"])
     failed = any(result.status == "failed" for result in ran.results.values())
     return SweepOutcome(folder, 128 + ran.signal if ran.signal else int(failed), list(ran.results.values()))
 

@@ -115,9 +115,11 @@ def csv_text(rows: Sequence[Row]) -> str:
 def page(folder: Path, rows: Sequence[Row]) -> str:
     """Return the sweep's page; it needs nothing from outside."""
     ended = sum(row.state in ("finished", "pruned") for row in rows)
-    note = f"{ended} of {len(rows)} cells finished. Sorted by the final validation loss, in nats per token."
+    ranked = keys_of(rows) != ["budget"]
+    order = "Sorted by the final validation loss" if ranked else "The final validation loss by budget"
+    note = f"{ended} of {len(rows)} cells finished. {order}, in nats per token."
     parts = [f"<h1>{html.escape(folder.resolve().name)}</h1>", f"<p class='note'>{note}</p>"]
-    parts.append(html_table(table(rows), mark_best=True))
+    parts.append(html_table(table(rows), mark_best=ranked))
     if groups := spreads(rows):
         parts += ["<h2>Mean and spread over the seeds</h2>", html_table(spread_table(groups), mark_best=True)]
     parts += ["<h2>Curves</h2>", image(folder / "summary.png", title="the sweep's losses and curves")]

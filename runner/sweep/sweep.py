@@ -64,8 +64,8 @@ def run_cells(
         tell.line(headline(folder, unique))
         place = Place(folder, settings, handle)
         ran = execute(source(unique), place=place, tell=tell, config=unique[0].config)
-        tell.failures([(cell, ran.results[cell.number]) for cell in unique if cell.number in ran.results])
         summary.report(folder, tell=tell)
+        tell.failures([(cell, ran.results[cell.number]) for cell in unique if cell.number in ran.results])
     return ran
 
 
@@ -130,8 +130,8 @@ def run_elsewhere(composer: Composer, jobs: Sequence[Job], *, launch: Launch) ->
             results[cell.number] = result = _result_elsewhere(cell, job)
             cells.write_result(cell.folder, result)
             tell.ended(cell, result, seconds=0.0)
-        tell.failures([(cell, results[cell.number]) for cell in unique])
         summary.report(folder, tell=tell)
+        tell.failures([(cell, results[cell.number]) for cell in unique])
     return conclude(folder, made, Ran(results))
 
 

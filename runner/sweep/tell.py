@@ -49,9 +49,7 @@ class Teller:
         count = f"{self._done}/{self._total}{self._left()}"
         text = f"#{cell.number} {_word(result)} ({count}) {_facts(cell, result)}"
         if result.failed:
-            text += (
-                f" | {clipped(result.message or result.status)} | log: {short(cell.folder / 'console.log')}"
-            )
+            text += f" | {clipped(result.message or result.status, most=90)}"
         self.line(text)
 
     def interrupted(self, running: int, *, again: bool) -> None:
@@ -63,6 +61,7 @@ class Teller:
         """List what went wrong, with where to look."""
         bad = [(cell, result) for cell, result in ended if result.failed]
         if bad:
+            self.line("")
             self.line(f"{len(bad)} of {self._total} cells failed:")
         for cell, result in bad:
             log = short(cell.folder / "console.log")
@@ -101,6 +100,6 @@ def _facts(cell: Cell, result: Result) -> str:
     return f"{cell.label} {val}".strip()
 
 
-def clipped(text: str) -> str:
+def clipped(text: str, *, most: int = 160) -> str:
     """Return one line of a message that may be long; all of it is in the log."""
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,63 @@
+"""Run the benchmarks and print one table: `python -m benchmarks [NAME ...] [--threads N] [--rounds N]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from benchmarks import checkpoint, exactness, loader, loggers, peak_memory, peers, roofline, startup, step
+from benchmarks.results import QUIET, Row, load_average, save, table
+
+STEP_TURNS = {"S": 40, "M256": 4, "llama-S": 30, "llama-M256": 3}
+PEER_TURNS = {"S": 30, "M256": 4, "M50k": 2, "L": 2, "L1024": 1}
+
+
+def main() -> None:
+    """Measure what was asked for, save it, and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--threads", type=int, default=2, help="1 = compare CPU time, good under load")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workloads", nargs="*", help="of step and peers; default: all")
+    asked = parser.parse_args()
+    benchmarks = _benchmarks(asked)
+    if unknown := set(asked.names) - set(benchmarks):
+        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(benchmarks)}")
+    load = load_average()
+    if asked.threads > 1 and load >= QUIET:
+        print(
+            f"load average {load:.1f}: other programs run, so wall-clock ratios mean little", file=sys.stderr
+        )
+    for line in peers.skipped():
+        print(line, file=sys.stderr)
+    for name, measure in benchmarks.items():
+        if asked.names and name not in asked.names:
+            continue
+        load = load_average()
+        rows = measure()
+        save(f"{name}-{asked.threads}t", rows, load=load)
+        print(f"\n{name}, load average {load:.1f} before it\n\n{table(rows)}", flush=True)
+
+
+def _benchmarks(asked: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
+    threads, rounds = asked.threads, asked.rounds
+    turns = [
+        {name: steps for name, steps in table.items() if not asked.workloads or name in asked.workloads}
+        for table in (STEP_TURNS, PEER_TURNS)
+    ]
+    return {
+        "roofline": lambda: roofline.measure(threads=threads),
+        "startup": lambda: startup.measure(rounds=rounds, quiet=threads > 1),
+        "step": lambda: step.measure(threads=threads, rounds=rounds, steps=turns[0]),
+        "peers": lambda: peers.measure(threads=threads, rounds=rounds, steps=turns[1]),
+        "memory": peak_memory.measure,
+        "checkpoint": lambda: checkpoint.measure(threads=threads),
+        "loader": loader.measure,
+        "loggers": loggers.measure,
+        "exactness": exactness.measure,
+    }
+
+
+if __name__ == "__main__":
+    main()
