@@ -1,5 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
+# The release that the tests were last run with; TORCH=torch takes the newest one.
+TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
 .PHONY: setup check test slow bench hydra14 clean
@@ -7,6 +9,7 @@ BIN := $(VENV)/bin
 setup: ## create .venv with the project and its development tools
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet '$(TORCH)'
 	$(BIN)/pip install --quiet -e '.[dev]'
 
 check: ## format, lint, types
