@@ -121,7 +121,8 @@ def missing(found: Found) -> tuple[str, ...]:
     if found.extras:
         return ()
     lost = "outlier windows, generators of dropout and sampling, loggers and counters start fresh"
-    return (f"checkpoint {found.step} was written by llm.c, without checksums and side file: {lost}",)
+    name = extra_path(found.folder, found.step, 0).name
+    return (f"checkpoint {found.step} has no {name} (llm.c wrote it, or it was lost): {lost}",)
 
 
 def _stream(parsed: State, extra: State) -> State:
