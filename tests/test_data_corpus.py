@@ -113,6 +113,19 @@ def test_validation_starts_over_each_time_and_fits_any_batch(shards):
     assert len({tuple(row) for row in rows}) == 9  # (300 - 1) // 32
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_validation_reads_the_same_tokens_with_any_number_of_ranks(tmp_path, world):
+    # two shards, neither a multiple of any world's batches, and one shorter than a batch of three ranks
+    for name, count in (("v_0.bin", 7 * 32 + 9), ("v_1.bin", 2 * 32 + 1)):
+        write_shard(tmp_path / name, np.arange(count, dtype=np.uint16))
+    data = Shards(train=str(tmp_path / "v_*.bin"), val=str(tmp_path / "v_*.bin"))
+    where = {"micro_batch": 2, "seq_len": 16}
+    rounds = 24 // world  # past the end of the set
+    ranks = [batches(data.val(**where, world=world, rank=rank), rounds) for rank in range(world)]
+    dealt = [ranks[rank][batch] for batch in range(rounds) for rank in range(world)]
+    assert dealt == batches(data.val(**where), rounds * world)
+
+
 def test_all_problems_of_shards_at_once(shards, tmp_path):
     (tmp_path / "train_2.bin").write_bytes(b"junk")
     write_shard(tmp_path / "train_3.bin", np.full(2000, 400, np.uint16))
