@@ -139,6 +139,7 @@ def _store(make: Make, config: Config, engine: Engine, *, dir: Path, fault: Call
         rank=engine.rank,
         any_rank=engine.any,
         barrier=engine.barrier,
+        gather=engine.gather,
         fault=fault,
     )
     return store

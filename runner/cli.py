@@ -1,7 +1,7 @@
 """`python -m runner`: compose, check, launch. One clear line per mistake, and nothing created for it.
 
 Exit codes: 0 done; 1 the run failed or diverged; 2 the command is wrong; 124 the watchdog ended a hung
-run; 130 / 143 / 138 / 140 stopped by SIGINT / SIGTERM / SIGUSR1 / SIGUSR2 after saving a checkpoint.
+run; 130 / 143 / 129 / 138 / 140 stopped by SIGINT / SIGTERM / SIGHUP / SIGUSR1 / SIGUSR2 after saving.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
 
 
 def _settle(outcome: Outcome | Exception) -> int:
-    from runner.launch import RankError
+    from runner.launch import RankError, fault_line
 
     if isinstance(outcome, ConfigError):
         return _refuse(outcome.problems)
@@ -124,7 +124,7 @@ def _settle(outcome: Outcome | Exception) -> int:
         import traceback
 
         traceback.print_exception(outcome)
-        print(f"runner: error: {type(outcome).__name__}: {outcome}", file=sys.stderr)
+        print(f"runner: error: {fault_line(outcome)}", file=sys.stderr)
         return 1
     return outcome.code
 

@@ -10,11 +10,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PREEMPTION = (signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers send ahead of the end (`sbatch --signal=USR1@300`, submitit): the run wants to go on."""
 
 _ECHO_S = 1.0  # a launcher and its scheduler may both pass on one signal
+
+
+def handled() -> tuple[signal.Signals, ...]:
+    """Return the signals to take over: all, but SIGHUP where nohup has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return SIGNALS[:-1] if ignored else SIGNALS
 
 
 class Stop:
@@ -41,7 +47,7 @@ class Stop:
 
     def install(self) -> None:
         """Take over the signals; only the main thread may."""
-        for number in SIGNALS:
+        for number in handled():
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:

@@ -20,7 +20,7 @@ from typing import IO, Any
 from runner.cli import ConfigError
 from runner.launch import Outcome, RankError
 from runner.ranks import Place
-from runner.stop import SIGNALS
+from runner.stop import handled
 from runner.watchdog import HANG_CODE
 from runner.worker import Order, Report
 
@@ -158,7 +158,7 @@ def _forwarded(ranks: list[Rank]) -> Iterator[list[int]]:
         for rank in ranks:
             rank.signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in SIGNALS}
+    previous = {number: signal.signal(number, forward) for number in handled()}
     try:
         yield received
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runner.cli import ConfigError
-from runner.launch import Outcome
+from runner.launch import Outcome, fault_line
 from runner.ranks import Place
 
 
@@ -60,8 +60,7 @@ def _run(order: Order) -> Report:
     except ConfigError as error:
         return Report("config", time.monotonic(), lines=tuple(error.problems))
     except BaseException as error:
-        line = f"{type(error).__name__}: {error}"
-        return Report("error", time.monotonic(), lines=(line,), trace=traceback.format_exc())
+        return Report("error", time.monotonic(), lines=(fault_line(error),), trace=traceback.format_exc())
     return Report("outcome", time.monotonic(), outcome)
 
 

@@ -33,8 +33,8 @@ class Store:
     """A run folder's checkpoints, as one rank sees them.
 
     Every method that all ranks must call together says so. Supplied when built: `dir` the run folder, the
-    engine's `rank`, `any_rank` (its `any`: whether any rank raised a flag) and `barrier`, and `fault`,
-    which may delay or fail a write for a drill (`debug.*`).
+    engine's `rank`, `any_rank` (its `any`: whether any rank raised a flag), `barrier` and `gather`, and
+    `fault`, which may delay or fail a write for a drill (`debug.*`).
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Store:
         rank: int = 0,
         any_rank: Callable[[bool], bool] = bool,
         barrier: Callable[[], None] = lambda: None,
+        gather: Callable[[str | None], list[str | None]] = lambda value: [value],
         fault: Callable[[], None] = lambda: None,
     ) -> None:
         self.every, self.keep, self.major_every = every, keep, major_every
@@ -60,6 +61,7 @@ class Store:
         self.asynchronous = async_ != "off"
         self.dir = Path(dir)
         self.rank, self._any_rank, self._barrier, self._fault = rank, any_rank, barrier, fault
+        self._gather = gather
         self.resumed_step: int | None = None
         self._saved_step: int | None = None
         self._copies = HostCopies()
@@ -114,7 +116,7 @@ class Store:
                 self.dir, step, live, allow_reshard=self.allow_reshard, strict_env=self.strict_env
             )
             if self._any_rank(snapshot is None):
-                problem = problem or "another rank cannot read it"
+                problem = self._reason(problem or None)
                 text = f"checkpoint {step} in {self.dir} is damaged, trying the next older one: {problem}"
                 events.append(Note(step, text, "warning"))
                 continue
@@ -156,7 +158,7 @@ class Store:
         job = make_job(held, folder=self.dir, suffix=check_format(self.format, snapshot))
         problem = short_of_space(job, self.dir, ranks=snapshot.world if self.rank == 0 else 1)
         if self._any_rank(problem is not None):
-            problem = problem or "another rank's disk is too full"
+            problem = self._reason(problem)
             text = f"checkpoint {snapshot.step} not written, the next one is tried: {problem}"
             return [*events, Note(snapshot.step, text, "warning")]
         writing = Writing(job, ready=partial(self._ready, copied=copied))
@@ -216,14 +218,18 @@ class Store:
         failure = writing.failure
         if self._any_rank(failure is not None):
             writing.discard()
-            return self._failed(step, failure or "another rank could not write its files")
+            return self._failed(step, self._reason(failure))
         failure = self._attempt(lambda: files.remove(self.dir, step) if self.rank == 0 else None)
         self._barrier()  # an older attempt at this step is gone: nothing vouches for a mixture
         failure = failure or self._attempt(writing.publish)
         if self._any_rank(failure is not None):
-            return self._failed(step, failure or "another rank could not rename its files")
+            return self._failed(step, self._reason(failure))
         failure = self._attempt(lambda: files.mark_done(self.dir, step) if self.rank == 0 else None)
         return self._failed(step, failure) if failure else None
+
+    def _reason(self, problem: str | None) -> str:
+        """Return the problem of the first rank that has one; all ranks together."""
+        return next((text for text in self._gather(problem) if text), "a rank failed")
 
     def _attempt(self, action: Callable[[], None]) -> str | None:
         try:
