@@ -220,6 +220,30 @@ def test_changed_text_is_never_read_from_an_old_cache(tmp_path):
     assert len(list((tmp_path / "c").iterdir())) == 4
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    lines = "".join(f"line {i}\n" for i in range(200))
+    (tmp_path / "a.txt").write_bytes(lines.encode("utf-8-sig"))
+    (tmp_path / "b.jsonl").write_bytes((json.dumps({"text": lines}) + "\n").encode("utf-8-sig"))
+    for name in ("a.txt", "b.jsonl"):
+        data = Text(
+            path=f"{tmp_path}/{name}", tokenizer="byte", cache=str(tmp_path / "c"), order="sequential"
+        )
+        first = data.train(micro_batch=1, seq_len=32).next().inputs[0].tolist()
+        assert data.tokenizer.decode(first[1:]).startswith("line 0\n")
+
+
+def test_the_name_that_decides_how_a_file_is_read_decides_its_cache_too(tmp_path):
+    def first(name):
+        (tmp_path / name).write_text(json.dumps({"text": "words and words\n" * 99}) + "\n")
+        data = Text(
+            path=f"{tmp_path}/{name}", tokenizer="byte", cache=str(tmp_path / "c"), order="sequential"
+        )
+        return data.tokenizer.decode(data.train(micro_batch=1, seq_len=32).next().inputs[0].tolist()[1:])
+
+    assert first("a.jsonl").startswith("words and")
+    assert first("a.txt").startswith('{"text"')
+
+
 @pytest.mark.parametrize(
     ("content", "options", "words"),
     [

@@ -1,4 +1,4 @@
-"""One source's batches dealt to all ranks in turn, so that what they read together depends on no rank count."""
+"""One source's batches dealt to all ranks in turn, so that what they read together depends on no count."""
 
 from __future__ import annotations
 
