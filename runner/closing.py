@@ -53,7 +53,7 @@ def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Pa
         lines.append(f"  train on    {again} train.steps={s.plan.steps * 2} ... (with your other settings)")
     elif outcome.status == "stopped":
         lines.append(f"  continue    {again} ... (the same command, with this run.name)")
-    if names[-1] == "checkpoints":
+    if names[-1] == "checkpoints" and s.data.tokenizer is not None:
         lines.append(f"  sample      python -m runner.generate run={folder} prompt='Call me'")
     return lines
 
