@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import checkpoint, exactness, loader, loggers, peak_memory, peers, roofline, startup, step
-from benchmarks.results import QUIET, Row, load_average, save, table
+from benchmarks.results import QUIET, Row, load_average, save, stored, table
 
 STEP_TURNS = {"S": 40, "M256": 4, "llama-S": 30, "llama-M256": 3}
 PEER_TURNS = {"S": 30, "M256": 4, "M50k": 2, "L": 2, "L1024": 1}
@@ -19,8 +19,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--threads", type=int, default=2, help="1 = compare CPU time, good under load")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--show", action="store_true", help="print what `results/` holds, measure nothing")
     parser.add_argument("--workloads", nargs="*", help="of step and peers; default: all")
     asked = parser.parse_args()
+    if asked.show:
+        print("\n\n".join(stored()))
+        return
     benchmarks = _benchmarks(asked)
     if unknown := set(asked.names) - set(benchmarks):
         parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(benchmarks)}")

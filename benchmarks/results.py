@@ -40,6 +40,19 @@ def save(name: str, rows: Sequence[Row], *, load: float) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
+def stored() -> list[str]:
+    """Return a heading and a table for each file of results."""
+    parts = []
+    for path in sorted(RESULTS.glob("*.json")):
+        document = json.loads(path.read_text())
+        rows = [Row(**row) for row in document["rows"]]
+        state = f"load average {document['load_before']:g} before it" + (
+            ", quiet" if document["quiet"] else ""
+        )
+        parts.append(f"**{document['benchmark']}** ({document['cpu']}, {state})\n\n{table(rows)}")
+    return parts
+
+
 def load_average() -> float:
     """Return how many processes wanted a core during the last minute."""
     return os.getloadavg()[0]

@@ -94,7 +94,7 @@ def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
         readback=Readback(functools.partial(_timing, meter, plan), device=device),
         evaluators=several["evaluate"],
         view=View(model, engine, data, autocast, plan.rows, plan.seq_len, run["seed"], plan.steps),
-        emitter=Emitter(inject.loggers(several["logger"]) if rank == 0 else {}),
+        emitter=Emitter(inject.loggers(several["logger"]) if rank == 0 else {}, rank=rank),
         store=_store(make, config, engine, dir=dir, fault=inject.write),
         stop=stop,
         watchdog=watchdog,

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runner import CONF
+from runner.assembly import Process
 from runner.cli import resolve
 from runner.opening import open_session
 from runner.session import Session
 from runner.stop import Stop
 from runner.train import train
+from runner.watchdog import Watchdog
 
 TINY = [
     *("data=markov", "model.layers=2", "model.heads=2", "model.width=32", "train.seq_len=16"),
@@ -30,7 +34,8 @@ def configured(*overrides: str) -> dict[str, Any]:
 def opened(*overrides: str, dir: Path) -> Session:
     """Return a session in `dir`, fresh or continued."""
     dir.mkdir(exist_ok=True)
-    return open_session(configured(*overrides), dir=dir, rank=0, world=1, stop=Stop())
+    process = Process(0, 1, torch.device("cpu"), Stop(), Watchdog(None, folder=dir))
+    return open_session(configured(*overrides), dir=dir, process=process)
 
 
 def ran(*overrides: str, dir: Path) -> Session:

@@ -324,6 +324,24 @@ def test_rates_and_decay_by_role() -> None:
     torch.testing.assert_close(head[1].param, head[2].param - LR * 0.1 * head[0], rtol=0, atol=1e-6)
 
 
+def test_roles_split_between_optimizers_keep_their_state() -> None:
+    parts = segments()
+    made = optimizer("muon", parts, lr_scale={"embedding": 3.0, "vector": 0.5})
+    update(made)
+    kept, weights = _copied(made.state_dict()), [part.param.clone() for part in parts]
+    update(made, 1)
+    expected = bits(made, parts)
+    again = segments()
+    for part, source in zip(again, weights, strict=True):
+        part.param.copy_(source)
+    resumed = optimizer("muon", again, lr_scale={"embedding": 3.0, "vector": 0.5})
+    resumed.load_state_dict(kept)
+    update(resumed, 1)
+    assert bits(resumed, again) == expected
+    with pytest.raises(ValueError, match="it has the parts"):
+        optimizer("muon", segments(), lr_scale={"head": 2.0}).load_state_dict(kept)
+
+
 def test_the_rate_of_a_larger_step() -> None:
     assert Options().lr_factor(7) == 1
     assert Options(lr_scaling="linear", reference_tokens=100).lr_factor(400) == 4

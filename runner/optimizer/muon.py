@@ -38,8 +38,6 @@ class Muon:
         self.lr, self._adamw_lr_scale = lr, adamw_lr_scale
         matrices = [s for s in segments if _is_matrix(s)]
         others = moved_together([s for s in segments if not _is_matrix(s)])
-        if not matrices:
-            raise ValueError("optimizer: muon found no matrix in this model or group; use optimizer=adamw")
 
         def build(params: list[dict[str, Any]]) -> Any:
             from torch.optim import Muon as TorchMuon  # a second of imports, for those who choose it
@@ -54,22 +52,26 @@ class Muon:
                 adjust_lr_fn=adjust_lr,
             )
 
-        self._muon = Foreign(matrices, build=build, decays=True)
-        self._adamw = None
+        # Either may be empty where `optimizer.lr_scale` splits the roles.
+        self._muon = Foreign(matrices, build=build, decays=True) if matrices else None
+        self._adamw: AdamW | None = None
         if others:
             self._adamw = AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def update(self, *, step: int, lr: float, scale: Tensor, apply: Tensor) -> None:
         """Apply one update unless `apply` [] is false; reading that waits for a GPU."""
-        self._muon.update(step=step, lr=lr, scale=scale, apply=apply)
+        if self._muon is not None:
+            self._muon.update(step=step, lr=lr, scale=scale, apply=apply)
         if self._adamw is not None:
             self._adamw.update(step=step, lr=lr * self._adamw_lr_scale, scale=scale, apply=apply)
 
     def state_dict(self) -> State:
-        return {"muon": self._muon.state_dict(), "adamw": self._adamw.state_dict() if self._adamw else {}}
+        parts = {"muon": self._muon, "adamw": self._adamw}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: State) -> None:
-        self._muon.load_state_dict(state["muon"])
+        if self._muon is not None:
+            self._muon.load_state_dict(state["muon"])
         if self._adamw is not None:
             self._adamw.load_state_dict(state["adamw"])
 
