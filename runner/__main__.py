@@ -1,6 +1,11 @@
 """`python -m runner`."""
 
-from runner.cli import main
+import os
 
-if __name__ == "__main__":
-    main()
+try:
+    from runner.cli import main
+
+    if __name__ == "__main__":
+        main()
+except KeyboardInterrupt:  # while Python was still importing
+    os._exit(130)

@@ -94,7 +94,7 @@ def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
         readback=Readback(functools.partial(_timing, meter, plan), device=device),
         evaluators=several["evaluate"],
         view=View(model, engine, data, autocast, plan.rows, plan.seq_len, run["seed"], plan.steps),
-        emitter=Emitter(inject.loggers(several["logger"]) if rank == 0 else {}),
+        emitter=Emitter(inject.loggers(several["logger"]) if rank == 0 else {}, rank=rank),
         store=_store(make, config, engine, dir=dir, fault=inject.write),
         stop=stop,
         watchdog=watchdog,
@@ -153,7 +153,7 @@ def _optimizer(make: Make, node: Config, rng: ModelRng, segments: Sequence[Segme
 def _scheduler(make: Make, config: Config, *, tokens: int) -> Scheduler:
     node = config["optimizer"]
     factor = Options(**{name: node[name] for name in NAMES & node.keys()}).lr_factor(tokens)
-    schedule: Scheduler = make(config["scheduler"])
+    schedule: Scheduler = make(config["scheduler"], tokens_per_step=tokens)
     return schedule if factor == 1 else functools.partial(scaled, schedule=schedule, factor=factor)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runner import CONF, __version__
+from runner.arguments import as_meant
+from runner.streams import settle_streams
 
 if TYPE_CHECKING:
     from runner.launch import Outcome
@@ -30,27 +32,18 @@ class ConfigError(ValueError):
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    sys.argv = [sys.argv[0], *with_mode(sys.argv[1:])]
+    settle_streams()
     # Imports make only what stays: searching it for garbage takes an eighth of the start-up.
     gc.disable()
-    code = run_command(sys.argv[1:])
+    try:
+        sys.argv = [sys.argv[0], *as_meant(sys.argv[1:])]
+        code = run_command(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is written and closed by now; tearing torch down would only cost half a second.
     os._exit(code)
-
-
-def with_mode(arguments: Sequence[str]) -> list[str]:
-    """Have a chosen `sweep=` option mean several runs, with or without -m.
-
-    Hydra takes the mode from the command line or the primary config only.
-    """
-    given = []
-    for argument in arguments:
-        given.append(argument)
-        if re.fullmatch(r"sweep=(?!null$).+", argument) and not {"-m", "--multirun"} & {*arguments}:
-            given.append("hydra.mode=MULTIRUN")
-    return given
 
 
 def run_command(arguments: Sequence[str]) -> int:

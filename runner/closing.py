@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+from runner.arguments import to_type
 from runner.launch import Outcome
 from runner.session import Session
 
@@ -38,6 +40,8 @@ def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Pa
     """Return the closing screen, one entry per line."""
     folder = _short(s.dir)
     lines = [outcome.message] if outcome.message else []
+    if s.store.resumed_step is not None and s.store.resumed_step >= s.plan.steps:
+        lines.append(f"nothing to do: the run is at step {outcome.step}, train.steps is {s.plan.steps}")
     if math.isfinite(s.progress.best_val_loss):
         best = f"best {s.progress.best_val_loss:.4f} at step {s.progress.best_step}"
         lines.append(f"  val loss    {outcome.val_loss:.4f} nats per token ({best})")
@@ -47,14 +51,21 @@ def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Pa
     if plot is not None:
         lines.append(f"  curves      {_short(plot)}")
     lines += [f"  {name:<11} {hint}" for name, hint in _hints(s)]
-    root = "" if run["root"] == "outputs" else f" run.root={run['root']}"
-    again = f"python -m runner{root} run.name={run['name'] or s.dir.name}"
+    return lines + (_next(s, outcome, run=run) if "checkpoints" in names else [])
+
+
+def _next(s: Session, outcome: Outcome, *, run: dict[str, Any]) -> list[str]:
+    """Return the commands that go on from this run's checkpoints, as a shell takes them."""
+    root = "" if run["root"] == "outputs" else f" {to_type('run.root', run['root'])}"
+    again = f"python -m runner{root} {to_type('run.name', run['name'] or s.dir.name)}"
+    lines = []
     if outcome.status == "finished":
-        lines.append(f"  train on    {again} train.steps={s.plan.steps * 2} ... (with your other settings)")
+        lines.append(f"  train on    {again} train.steps={outcome.step * 2} ... (with your other settings)")
     elif outcome.status == "stopped":
         lines.append(f"  continue    {again} ... (the same command, with this run.name)")
-    if names[-1] == "checkpoints":
-        lines.append(f"  sample      python -m runner.generate run={folder} prompt='Call me'")
+    if s.data.tokenizer is not None:
+        chosen = shlex.quote(f"run={_short(s.dir)}")
+        lines.append(f"  sample      python -m runner.generate {chosen} prompt='Call me'")
     return lines
 
 

@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 RECORDS = ("llmc", "jsonl")
 """The loggers that are the record of a run: their lines are kept and tried again after a failure."""
 
+SHOWS = "console"
+"""The logger that a person watches."""
+
 _KEPT = 100_000
 
 
@@ -24,8 +27,9 @@ class Emitter:
     The record keeps what it could not write (a full disk) and writes it, in order, once it can.
     """
 
-    def __init__(self, loggers: Mapping[str, Logger]) -> None:
+    def __init__(self, loggers: Mapping[str, Logger], *, rank: int = 0) -> None:
         self.loggers = dict(loggers)
+        self._rank = rank
         self._waiting: dict[str, deque[Event]] = {}
 
     def open(self, run: RunInfo) -> None:
@@ -40,8 +44,19 @@ class Emitter:
 
     def __call__(self, events: Iterable[Event]) -> None:
         for event in events:
+            self._warn(event)
             for name in list(self.loggers):
                 self._send(name, event)
+
+    def _warn(self, event: Event) -> None:
+        """Put on standard error what must be seen, where no console logger shows it."""
+        if (
+            isinstance(event, Note)
+            and event.level != "info"
+            and self._rank == 0
+            and SHOWS not in self.loggers
+        ):
+            log.warning("%s: %s", event.level, event.text)
 
     def _send(self, name: str, event: Event) -> None:
         waiting = self._waiting.setdefault(name, deque(maxlen=_KEPT))

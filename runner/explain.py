@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from runner.arguments import to_type
 from runner.config import GROUPS, option_list, option_names
 
 
@@ -94,12 +95,17 @@ def _missing(error: Any) -> str:
     return f"{group}: no option '{name}'; choose one of {', '.join(options)}{hint}"
 
 
+# What Hydra's override grammar takes without quotes, but for the lists and calls that have brackets.
+_UNQUOTED = re.compile(r"[\w./\\+$%*@?|-]*", re.ASCII)
+
+
 def _override(override: str, text: str) -> str:
     key, _, value = override.partition("=")
     reason = _one_line(text)
-    if "=" in value or any(c in value for c in " (),:[]{}"):
+    if not _UNQUOTED.fullmatch(value):
+        plain = value.strip(" '\"")
         return (
-            f"{key}: cannot read the value {value!r}; quote it inside the shell quotes: \"{key}='{value}'\""
+            f"{key}: cannot read the value {value!r}; quote it inside the shell quotes: {to_type(key, plain)}"
         )
     return f"{override}: {reason}"
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from runner.cli import ConfigError
 from runner.launch import Outcome, fault_line
 from runner.ranks import Place
+from runner.streams import settle_streams
 
 
 class Order(NamedTuple):
@@ -41,6 +42,7 @@ class Report(NamedTuple):
 
 def main() -> None:
     """Run the order that standard input brings, report, and leave with the run's exit code."""
+    settle_streams()
     order: Order = pickle.load(sys.stdin.buffer)
     end_with_parent(order.parent)
     report = _run(order)

@@ -44,6 +44,8 @@ MISTAKES = {
     "scheduler.total_steps=10": "scheduler: ",
     "--stepz": "--stepz: no such flag",
     "run.name=a b=c": "run.name: cannot read the value 'a b=c'; quote it",
+    "run.name=naïve": "run.name: cannot read the value 'naïve'; quote it inside",
+    "run.root=~x": "run.root: cannot read the value '~x'; quote it",
     "train.steps=${nowhere}": "train.steps: ",
 }
 

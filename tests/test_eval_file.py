@@ -146,6 +146,11 @@ def test_reads_hellaswag_lines(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"ctx": "A man", "endings": ["sat.", "sun.", "ran.", "ate."], "label": 2, "ind": 4}\n\n')
     assert read_questions(path) == [Question("A man", ("sat.", "sun.", "ran.", "ate."), 2)]
+    # inside a text stand separators that other readers cut lines at
+    path.write_text(
+        '\ufeff{"ctx": "a\u2028b\x85", "endings": ["c", "d"], "label": 0}\r\n', encoding="utf-8", newline=""
+    )
+    assert read_questions(path) == [Question("a\u2028b\x85", ("c", "d"), 0)]
     for bad in (
         "{",
         "[]",

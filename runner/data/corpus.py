@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from runner.data.build import Document
 from runner.data.cache import cached
-from runner.data.documents import Split, assign, find_sources, read_texts
+from runner.data.documents import Split, assign, find_sources, kind_of, read_texts
 from runner.data.manifest import Manifest
 from runner.data.splits import Files, Splits, Where
 from runner.data.tokenizer import tokenizer as tokenizer_for
@@ -133,7 +133,7 @@ class Text:
         split: Split = "tail" if self._separator is None else "hash"
         key = {
             "corpus": "text",
-            "files": [_sha256(path) for path in paths],
+            "files": [[_sha256(path), kind_of(path)] for path in paths],
             "separator": self._separator,
             "split": [split, self._val_fraction],
         }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.data.dealt import DealtSource
 from runner.data.loader import Loader
 from runner.data.shard import HEADER_BYTES, Shard, ShardReader, inspect_shards, scan_range
 from runner.data.stream import LLMC_SHUFFLE_SEED, Shape, ShardSource, Source
@@ -116,17 +117,19 @@ class Splits:
         return self._load(source, where)
 
     def val(self, where: Where) -> Stream:
-        """Open the validation stream in file order.
+        """Open the validation stream in file order, dealt to the ranks batch by batch.
 
-        llm.c refuses a shard with less than one batch of all ranks; here such a set is read by rows
-        that wrap around, so that every rank still gets as many batches as it asks for.
+        How the tokens are cut does not depend on the number of ranks, and so neither does the loss. A set
+        with a shard shorter than one batch, which llm.c refuses, is read by rows that wrap around.
         """
         shards = self._shards("val", where.shape)
         reader = ShardReader(shards, limit=self._vocab_size)
-        whole = all(where.shape.samples(shard.tokens) > 0 for shard in shards)
-        source: Source = (
-            ShardSource(reader, where.shape, shuffle=False) if whole else RowSource(reader, where.shape)
-        )
+        alone = where.shape._replace(rank=0, world=1)
+        if not all(alone.samples(shard.tokens) for shard in shards):
+            return self._load(RowSource(reader, where.shape), where)
+        source: Source = ShardSource(reader, alone, shuffle=False)
+        if where.world > 1:
+            source = DealtSource(source, rank=where.rank, world=where.world)
         return self._load(source, where)
 
     def fingerprint(self) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class GPT2(nn.Module):
         padded_vocab: Annotated[int, Ge(1)] | None = None,
         dropout: Annotated[float, Ge(0), Le(0.99)] = 0.0,
         init_from: str | None = None,
-        seed: Annotated[int, Ge(0)] = 42,
+        seed: Annotated[int, Ge(0), Le(2147483647)] = 42,
         loss_chunk: Annotated[int, Ge(1)] | None = None,
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from runner.arguments import quoted
 from runner.cli import ConfigError
 from runner.sweep import cells, plan
 from runner.sweep.cells import Cell, Result
@@ -119,7 +120,7 @@ def _branch_lines(budget: int, branches: Branches, *, trunk: Cell) -> list[str]:
         f"train.steps={budget}",
         "scheduler.decay_frac=null",
         f"scheduler.decay_steps={branches.decay_steps(budget)}",
-        f"run.from={plan.quoted(f'{trunk.name}@{leaves_at(budget, branches)}')}",
+        f"run.from={quoted(f'{trunk.name}@{leaves_at(budget, branches)}')}",
     ]
 
 

@@ -195,12 +195,6 @@ def check_name(name: str) -> None:
         raise ConfigError([f"sweep.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
 
 
-def quoted(value: str) -> str:
-    """Return text as a value that Hydra's override grammar reads back unchanged."""
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
 def with_config(cell: Cell, config: dict[str, Any]) -> Cell:
     """Return a cell with its checked configuration.
 

@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from runner.streams import LastingStream
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -159,8 +161,7 @@ def redirect(log: Path) -> None:
         os.dup2(source, target)
     os.close(out)
     os.close(null)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = LastingStream(1), LastingStream(2)
 
 
 if __name__ == "__main__":

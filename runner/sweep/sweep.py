@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.arguments import quoted
 from runner.cli import ConfigError
 from runner.rules import processes
 from runner.sweep import cells, naming, plan, summary
@@ -137,7 +138,7 @@ def run_elsewhere(composer: Composer, jobs: Sequence[Job], *, launch: Launch) ->
 
 def _placed_lines(cell: Cell, folder: Path) -> list[str]:
     run = {"root": str(folder), "name": cell.name, "label": cell.label or cell.name, "group": folder.name}
-    lines = [f"run.{key}={plan.quoted(value)}" for key, value in run.items()]
+    lines = [f"run.{key}={quoted(value)}" for key, value in run.items()]
     return [*lines, "+logger.cell._target_=runner.sweep.cell_log.CellLog"]
 
 
