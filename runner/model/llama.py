@@ -119,7 +119,7 @@ class Llama(nn.Module):
         scale_embedding: bool = False,
         init_from: str | None = None,
         seed: Annotated[int, Ge(0), Le(2147483647)] = 42,
-        loss_chunk: Annotated[int, Ge(1)] = 512,
+        loss_chunk: Annotated[int, Ge(1)] | None = None,
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:
         super().__init__()
