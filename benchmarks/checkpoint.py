@@ -64,7 +64,8 @@ def _stall(run: Files, workload: str, *, peer_s: float, peer_bytes: int) -> list
     usual = statistics.median(ms for s, ms in step_ms.items() if s not in saved and s > 1)
     blocked = statistics.median(ms for s, ms in saved.items() if s in step_ms)
     extra = max(0.0, statistics.median(during) - usual)
-    how = f"{workload}, {peer_bytes / 1e9:.2f} GB; torch.save + fsync {peer_s:.2f} s; a step {usual / 1e3:.2f} s"
+    how = f"{workload}, {peer_bytes / 1e9:.2f} GB; torch.save + fsync {peer_s:.2f} s; "
+    how += f"a step {usual / 1e3:.2f} s"
     return [
         Row(
             f"checkpoint: blocked {blocked:.0f} ms / torch.save", blocked / 1e3 / peer_s, "x", 0.10, 0.01, how

@@ -23,7 +23,7 @@ def runner_loop(w: Workload, threads: int, *, precision: str, more: tuple[str, .
     root = tempfile.mkdtemp(prefix="run-", dir=FOLDER)
     arguments = overrides(w, precision=precision, threads=threads, steps=MANY, root=root)
     gate = ["+logger.gate._target_=benchmarks.gate.GateLogger", "run.trust=[benchmarks]"]
-    sys.argv = ["runner", *arguments, *gate, *more]
+    sys.argv = ["runner", *arguments, *gate, *more, *os.environ.get("BENCHMARK_OVERRIDES", "").split()]
     main()
 
 

@@ -153,7 +153,7 @@ def _optimizer(make: Make, node: Config, rng: ModelRng, segments: Sequence[Segme
 def _scheduler(make: Make, config: Config, *, tokens: int) -> Scheduler:
     node = config["optimizer"]
     factor = Options(**{name: node[name] for name in NAMES & node.keys()}).lr_factor(tokens)
-    schedule: Scheduler = make(config["scheduler"])
+    schedule: Scheduler = make(config["scheduler"], tokens_per_step=tokens)
     return schedule if factor == 1 else functools.partial(scaled, schedule=schedule, factor=factor)
 
 

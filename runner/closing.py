@@ -63,8 +63,10 @@ def _next(s: Session, outcome: Outcome, *, run: dict[str, Any]) -> list[str]:
         lines.append(f"  train on    {again} train.steps={outcome.step * 2} ... (with your other settings)")
     elif outcome.status == "stopped":
         lines.append(f"  continue    {again} ... (the same command, with this run.name)")
-    chosen = shlex.quote(f"run={_short(s.dir)}")
-    return [*lines, f"  sample      python -m runner.generate {chosen} prompt='Call me'"]
+    if s.data.tokenizer is not None:
+        chosen = shlex.quote(f"run={_short(s.dir)}")
+        lines.append(f"  sample      python -m runner.generate {chosen} prompt='Call me'")
+    return lines
 
 
 def _hints(s: Session) -> list[tuple[str, str]]:

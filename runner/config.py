@@ -14,6 +14,7 @@ from runner.signature import Signature, TargetError, config_name, signature_of
 
 SUPPLIED: Mapping[str, frozenset[str]] = {
     "train": frozenset({"world"}),
+    "scheduler": frozenset({"tokens_per_step"}),
     "parallel": frozenset({"rank", "world", "device"}),
     "optimizer": frozenset({"segments", "rng", "params"}),
     "checkpoint": frozenset({"dir", "rank", "any_rank", "barrier"}),

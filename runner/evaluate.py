@@ -5,6 +5,7 @@ B sequences of a micro-batch, T tokens.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch import nn
 from runner.api import Data, Event, Sample, State, Stream, ValLoss, View
 from runner.generate import generate
 from runner.sampling import check_sampling
+
+log = logging.getLogger(__name__)
 
 
 class Validation:
@@ -34,12 +37,15 @@ class Validation:
         self.batches = batches
         self._stream: Stream | None = None
         self._start: State = {}
+        self._bytes_per_token: float | None = None
 
     def __call__(self, view: View, step: int) -> Iterable[Event]:
         stream = self._rewound(view)
+        if self._bytes_per_token is None:  # to measure it may take a pass over the whole set
+            self._bytes_per_token = bytes_per_token(view.data)
         with evaluating(view.model, device=view.engine.device):
             loss = self._mean_loss(view, stream)
-        yield ValLoss(step, loss, loss / math.log(2) / bytes_per_token(view.data))
+        yield ValLoss(step, loss, loss / math.log(2) / self._bytes_per_token)
 
     def _mean_loss(self, view: View, stream: Stream) -> float:
         rank, world = view.engine.rank, view.engine.world
@@ -91,7 +97,7 @@ class TextSamples:
         temperature: Annotated[float, Ge(0)] = 0.8,
         top_k: Annotated[int, Ge(1)] | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
-        seed: Annotated[int, Ge(0)] = 1337,
+        seed: Annotated[int, Ge(0), Le(2147483647)] = 1337,
     ) -> None:
         if every < 1 or max_tokens < 1:
             raise ValueError(f"evaluate.sample: every={every} and max_tokens={max_tokens} must be at least 1")
@@ -105,19 +111,27 @@ class TextSamples:
         if step == 0 or tokenizer is None:
             return
         tokens = tokenizer.encode(self.prompt) or [tokenizer.eot]
+        try:
+            written = self._write(view, tokens, stop_token=tokenizer.eot)
+        except ValueError as error:  # a model that diverged has no text, which is no reason to stop a run
+            log.warning("no text sample at step %d: %s", step, error)
+            return
+        if view.engine.rank == 0:
+            yield Sample(step, self.prompt, tokenizer.decode(written))
+
+    def _write(self, view: View, tokens: list[int], *, stop_token: int) -> list[int]:
         with evaluating(view.model, device=view.engine.device), view.autocast():
-            rows = generate(
+            (row,) = generate(
                 view.model,
                 torch.tensor([tokens], device=view.engine.device),
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,
-                stop_token=tokenizer.eot,
+                stop_token=stop_token,
                 seed=self.seed,
             )
-        if view.engine.rank == 0:
-            yield Sample(step, self.prompt, tokenizer.decode(rows[0]))
+        return row
 
 
 @contextmanager
@@ -137,4 +151,4 @@ def bytes_per_token(data: Data) -> float:
     """Return the mean length of a validation token in UTF-8 bytes; nan where the corpus cannot tell."""
     measure = getattr(data, "bytes_per_token", None)
     known = measure("val") if measure is not None else None
-    return math.nan if known is None else float(known)
+    return float(known) if known else math.nan  # 0 where a set holds nothing but ends of texts

@@ -53,6 +53,8 @@ def parse(argv: list[str]) -> Options:
     options = Options(**values)
     if options.n < 1 or options.max_tokens < 1:
         raise ValueError(f"n={options.n} and max_tokens={options.max_tokens} must be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"seed={options.seed} must lie in 0..{2**63 - 1}")
     check_sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     return options
 

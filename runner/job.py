@@ -49,6 +49,7 @@ def run_rank(
     watchdog.start()
     try:
         session = _open(config, dir=dir, place=place, store=store, listening=listening, ends=(stop, watchdog))
+        return_freed_memory()
         gc.freeze()  # what is there now stays: no collection during training has to walk over it
         gc.enable()
         outcome = _train(session, config)
@@ -180,3 +181,10 @@ def keep_freed_memory() -> None:
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, -1)
         mallopt(m_top_pad, 64 << 20)
+
+
+def return_freed_memory() -> None:
+    """Give back what building the model needed for a while: a second copy of the weights."""
+    if platform.libc_ver()[0] == "glibc":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from runner.cli import ConfigError
 from runner.ranks import Leader, Place, first_to, hear, meet
@@ -31,9 +31,9 @@ class Run:
     root: str = "outputs"
     group: str | None = None
     tags: list[str] = field(default_factory=list)
-    seed: Annotated[int, Ge(0)] = 42
+    seed: Annotated[int, Ge(0), Le(2147483647)] = 42
     device: str = "auto"
-    threads: Annotated[int, Ge(1)] | None = None
+    threads: Annotated[int, Ge(1), Le(1024)] | None = None
     deterministic: bool = True
     compile: Literal[False, "blocks"] = False
     overwrite: bool = False

@@ -40,7 +40,7 @@ FLAGS: dict[str, Flag] = {
     "-sl": Flag(float, 0.0, "outlier.max_loss_z: 0 = off"),
     "-sg": Flag(float, 0.0, "outlier.max_norm_z: 0 = off"),
     "-v": Flag(int, 20, "evaluate.val.every: steps between validations"),
-    "-m": Flag(int, 20, "evaluate.val.batches: -1 = the whole split"),
+    "-m": Flag(int, 20, "evaluate.val.batches: of each process; -1 = the whole split"),
     "-s": Flag(int, 20, "evaluate.sample.every: steps between samples, 0 = none"),
     "-g": Flag(int, 64, "evaluate.sample.max_tokens"),
     "-h": Flag(int, 0, "evaluate.hellaswag: 1 = on, if dev/data/hellaswag/hellaswag_val.bin is there"),

@@ -214,10 +214,12 @@ def _evaluations(values: dict[str, Any], model: Model, notes: list[str]) -> Iter
 
 
 def _val_batches(values: dict[str, Any]) -> int:
-    if values["-m"] == -1:
+    """Return the batches of all ranks together: llm.c's -m counts those of each."""
+    steps: int = values["-m"]
+    if steps == -1:
         per_pass: int = values["-b"] * values["-t"] * values["-pn"]
-        return max(1, sum((shard.tokens - 1) // per_pass for shard in _shards(values["-j"], "-j")))
-    batches: int = values["-m"]
-    if batches < 1:
-        raise ValueError(f"-m {batches}: must be at least 1, or -1 for the whole split")
-    return batches
+        steps = max(1, sum((shard.tokens - 1) // per_pass for shard in _shards(values["-j"], "-j")))
+    if steps < 1:
+        raise ValueError(f"-m {steps}: must be at least 1, or -1 for the whole split")
+    ranks: int = values["-pn"]
+    return steps * ranks

@@ -17,7 +17,7 @@ def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
         ("parallel",): _ranks,
         ("train", "parallel"): _batch,
         ("model",): _model,
-        ("scheduler", "train"): _schedule,
+        ("scheduler", "train", "parallel"): _schedule,
         ("data", "train", "model", "parallel"): _data,
     }
     return [line for groups, rule in rules.items() if not set(groups) & set(wrong) for line in rule(config)]
@@ -73,11 +73,18 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.kv_heads: {kv} does not divide model.heads {heads}; choose a divisor of {heads}"
 
 
+def tokens_per_step(train: Config, *, world: int) -> int:
+    """Return the tokens of one update over all processes."""
+    given = train.get("tokens_per_step")
+    return int(given if given else train["micro_batch"] * train["seq_len"] * world)
+
+
 def _schedule(config: Config) -> Iterator[str]:
     from runner.scheduler import probe
 
     try:
-        scheduler = build(config["scheduler"], trust=trusted(config))
+        tokens = tokens_per_step(config["train"], world=processes(config))
+        scheduler = build(config["scheduler"], trust=trusted(config), tokens_per_step=tokens)
         probe(scheduler, config["train"]["steps"])
     except (ValueError, ArithmeticError) as error:
         text = str(error)

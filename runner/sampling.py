@@ -55,13 +55,16 @@ def sample(
 ) -> Tensor:
     """Draw a token id [B] for each row of logits [B, V]; temperature 0 takes the best and draws nothing.
 
-    Ids from `vocab_size` on are padding that no tokenizer can decode: they are never drawn.
+    Ids from `vocab_size` on are padding that no tokenizer can decode: they are never drawn. ValueError
+    for logits that are not numbers.
     """
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = logits[..., :vocab_size].double()
+    best = logits.amax(dim=-1, keepdim=True)
+    if not bool(best.isfinite().all()):
+        raise ValueError("the model's logits are not finite numbers: its weights are damaged or diverged")
     if temperature == 0:
         return logits.argmax(dim=-1)  # the first of equals
-    best = logits.amax(dim=-1, keepdim=True)
     logits = (logits - best) / temperature  # shifted first: a tiny temperature gives -inf, never inf - inf
     if top_k is not None:
         logits = keep_top_k(logits, k=top_k)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runner import CONF
 from runner.config import build, check_node
 from runner.explain import explain
+from runner.rules import tokens_per_step
 from runner.scheduler import curve, decay_start, scaled
 
 if TYPE_CHECKING:
@@ -53,19 +54,19 @@ def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"train.steps={steps} must be a whole number of at least 1 to draw a schedule")
     settings = {str(key): value for key, value in node.items()}
-    bound = partial(scaled, schedule=_bind(settings), factor=_factor(config))
-    return Plan(settings, curve(bound, steps), _marks(settings, steps=steps))
+    tokens = tokens_per_step(config.train, world=config.parallel.get("processes") or 1)
+    bound = partial(scaled, schedule=_bind(settings, tokens=tokens), factor=_factor(config, tokens=tokens))
+    return Plan(settings, curve(bound, steps), _marks(settings, steps=steps, tokens=tokens))
 
 
-def _factor(config: Any) -> float:
+def _factor(config: Any, *, tokens: int) -> float:
     """Return what `optimizer.lr_scaling` multiplies the schedule by."""
     if config.optimizer.get("lr_scaling", "none") == "none":
         return 1.0
     from runner.optimizer.options import NAMES, Options  # imports torch
 
     options = Options(**{str(name): value for name, value in config.optimizer.items() if name in NAMES})
-    train, world = config.train, config.parallel.get("processes") or 1
-    return options.lr_factor(train.tokens_per_step or train.micro_batch * train.seq_len * world)
+    return options.lr_factor(tokens)
 
 
 def draw(lr: list[float], *, width: int = WIDTH, height: int = HEIGHT) -> str:
@@ -123,28 +124,36 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
     return 0
 
 
-def _bind(node: dict[str, Any]) -> Scheduler:
+def _bind(node: dict[str, Any], *, tokens: int) -> Scheduler:
     problems = list(check_node(node, "scheduler"))
     if problems:
         raise ValueError("; ".join(problems))
-    scheduler: Scheduler = build(node)
+    scheduler: Scheduler = build(node, tokens_per_step=tokens)
     return scheduler
 
 
-def _marks(node: dict[str, Any], *, steps: int) -> dict[str, int]:
+def _marks(node: dict[str, Any], *, steps: int, tokens: int) -> dict[str, int]:
     marks = {"first": 0}
-    warmup = node.get("warmup_steps") or 0
+    warmup, decay = (_in_steps(node, name, tokens=tokens) for name in ("warmup", "decay"))
+    warmup = warmup or 0
     if 0 < warmup <= steps:
         marks["warmup end"] = warmup - 1
     if "total_steps" in node:
         start = warmup
-        if "decay" in node:
-            settings = {key: node.get(key) for key in ("decay_frac", "decay_steps")}
-            start = max(warmup, decay_start(node["total_steps"], **settings))
+        if "decay_frac" in node:
+            frac = node["decay_frac"]
+            start = max(warmup, decay_start(node["total_steps"], decay_frac=frac, decay_steps=decay))
         if start < steps:
             marks["decay start"] = start
     marks["last"] = steps - 1
     return marks
+
+
+def _in_steps(node: dict[str, Any], phase: str, *, tokens: int) -> int | None:
+    """Return the length of a phase that may be given in tokens."""
+    given = node.get(f"{phase}_tokens")
+    steps: int | None = node.get(f"{phase}_steps") if given is None else -(-given // tokens)
+    return steps
 
 
 if __name__ == "__main__":

@@ -106,6 +106,46 @@ def wsd(
     return float(floor + _TAILS[decay](_progress(step, start, total_steps)) * (lr - floor))
 
 
+def trapezoid(
+    step: int,
+    *,
+    peak_lr: Annotated[float, Ge(0)],
+    warmup_steps: Annotated[int, Ge(0)],
+    total_steps: Annotated[int, Ge(1)],
+    final_frac: Annotated[float, Ge(0), Le(1)],
+    decay_frac: Annotated[float, Ge(0), Le(1)] | None = None,
+    decay_steps: Annotated[int, Ge(0)] | None = None,
+    warmup_tokens: Annotated[int, Ge(0)] | None = None,
+    decay_tokens: Annotated[int, Ge(0)] | None = None,
+    warmup_from: Literal["one", "zero"] = "one",
+    tokens_per_step: int = 1,
+) -> float:
+    """Go up in a line, stay, go down in a line (Zhai et al. 2022); both slopes in steps or in tokens.
+
+    Tokens are turned into whole steps, rounded up, by the supplied `tokens_per_step` of all processes.
+    """
+    if warmup_tokens is not None:
+        warmup_steps = -(-warmup_tokens // tokens_per_step)
+    if decay_tokens is not None:
+        if decay_steps is not None or decay_frac is not None:
+            raise ValueError(
+                f"scheduler.decay_tokens={decay_tokens} is given beside decay_steps or decay_frac: "
+                "set one of them and leave the others null"
+            )
+        decay_steps = -(-decay_tokens // tokens_per_step)
+    return wsd(
+        step,
+        peak_lr=peak_lr,
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        final_frac=final_frac,
+        decay="linear",
+        decay_frac=decay_frac,
+        decay_steps=decay_steps,
+        warmup_from=warmup_from,
+    )
+
+
 def decay_start(total_steps: int, *, decay_frac: float | None = None, decay_steps: int | None = None) -> int:
     """Return the first step of a WSD decay; llm.c's `(int)(0.8f * N)` when nothing else is asked for."""
     if decay_frac is not None and decay_steps is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from runner.update import update
@@ -21,7 +21,7 @@ MicroBatch = Annotated[int, Ge(1)] | Literal["auto"]
 class Plan:
     """How long to train and how many tokens make one update."""
 
-    steps: Annotated[int, Ge(1)]
+    steps: Annotated[int, Ge(1), Le(99999999)]  # the names of checkpoints have eight digits
     micro_batch: MicroBatch
     seq_len: Annotated[int, Ge(1)]
     tokens_per_step: Annotated[int, Ge(1)] | None = None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from runner.data.build import build
 from runner.data.cache import cache_folder
 from runner.data.corpus import MOBY_DICK_SHA256, Moby, Shards, Text, moby_documents
 from runner.data.shard import write_shard
@@ -113,6 +114,19 @@ def test_validation_starts_over_each_time_and_fits_any_batch(shards):
     assert len({tuple(row) for row in rows}) == 9  # (300 - 1) // 32
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_validation_reads_the_same_tokens_with_any_number_of_ranks(tmp_path, world):
+    # two shards, neither a multiple of any world's batches, and one shorter than a batch of three ranks
+    for name, count in (("v_0.bin", 7 * 32 + 9), ("v_1.bin", 2 * 32 + 1)):
+        write_shard(tmp_path / name, np.arange(count, dtype=np.uint16))
+    data = Shards(train=str(tmp_path / "v_*.bin"), val=str(tmp_path / "v_*.bin"))
+    where = {"micro_batch": 2, "seq_len": 16}
+    rounds = 24 // world  # past the end of the set
+    ranks = [batches(data.val(**where, world=world, rank=rank), rounds) for rank in range(world)]
+    dealt = [ranks[rank][batch] for batch in range(rounds) for rank in range(world)]
+    assert dealt == batches(data.val(**where), rounds * world)
+
+
 def test_all_problems_of_shards_at_once(shards, tmp_path):
     (tmp_path / "train_2.bin").write_bytes(b"junk")
     write_shard(tmp_path / "train_3.bin", np.full(2000, 400, np.uint16))
@@ -178,6 +192,20 @@ def test_fingerprint_follows_the_tokens_not_the_folder(shards, tmp_path):
     assert Shards(**other).fingerprint() != first
 
 
+@pytest.mark.parametrize("order", ["shuffle", "sequential"])
+def test_the_short_last_shard_of_a_long_text_stops_no_run(tmp_path, monkeypatch, order):
+    monkeypatch.setitem(build.__kwdefaults__, "shard_tokens", 400)  # of 100 million
+    (tmp_path / "a.txt").write_text("words of a text, " * 60)  # 918 bytes of it for training: 400, 400, 119
+    data = Text(path=f"{tmp_path}/a.txt", tokenizer="byte", cache=f"{tmp_path}/cache", order=order)
+    where = {"micro_batch": 4, "seq_len": 32}
+    assert data.check(**where, world=1, vocab_size=257) == []
+    stream = data.train(**where)
+    epochs = {(stream.next(), stream.position.start, stream.position.epoch)[1:] for _ in range(12)}
+    assert epochs == {(start, epoch) for start in (0, 128, 256) for epoch in (0, 1)}
+    (problem,) = data.check(micro_batch=4, seq_len=100, world=1, vocab_size=257)
+    assert "400 tokens for training, but 401 are needed" in problem
+
+
 def test_text_of_one_file_holds_out_its_end(tmp_path):
     lines = [f"line {i} of this text\n" for i in range(400)]
     (tmp_path / "a.txt").write_text("".join(lines))
@@ -205,6 +233,30 @@ def test_changed_text_is_never_read_from_an_old_cache(tmp_path):
     assert first(separator="\n\n") != one
     assert first(tokenizer="gpt2")[1] != one[1]
     assert len(list((tmp_path / "c").iterdir())) == 4
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    lines = "".join(f"line {i}\n" for i in range(200))
+    (tmp_path / "a.txt").write_bytes(lines.encode("utf-8-sig"))
+    (tmp_path / "b.jsonl").write_bytes((json.dumps({"text": lines}) + "\n").encode("utf-8-sig"))
+    for name in ("a.txt", "b.jsonl"):
+        data = Text(
+            path=f"{tmp_path}/{name}", tokenizer="byte", cache=str(tmp_path / "c"), order="sequential"
+        )
+        first = data.train(micro_batch=1, seq_len=32).next().inputs[0].tolist()
+        assert data.tokenizer.decode(first[1:]).startswith("line 0\n")
+
+
+def test_the_name_that_decides_how_a_file_is_read_decides_its_cache_too(tmp_path):
+    def first(name):
+        (tmp_path / name).write_text(json.dumps({"text": "words and words\n" * 99}) + "\n")
+        data = Text(
+            path=f"{tmp_path}/{name}", tokenizer="byte", cache=str(tmp_path / "c"), order="sequential"
+        )
+        return data.tokenizer.decode(data.train(micro_batch=1, seq_len=32).next().inputs[0].tolist()[1:])
+
+    assert first("a.jsonl").startswith("words and")
+    assert first("a.txt").startswith('{"text"')
 
 
 @pytest.mark.parametrize(

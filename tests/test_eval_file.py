@@ -146,6 +146,11 @@ def test_reads_hellaswag_lines(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"ctx": "A man", "endings": ["sat.", "sun.", "ran.", "ate."], "label": 2, "ind": 4}\n\n')
     assert read_questions(path) == [Question("A man", ("sat.", "sun.", "ran.", "ate."), 2)]
+    # inside a text stand separators that other readers cut lines at
+    path.write_text(
+        '\ufeff{"ctx": "a\u2028b\x85", "endings": ["c", "d"], "label": 0}\r\n', encoding="utf-8", newline=""
+    )
+    assert read_questions(path) == [Question("a\u2028b\x85", ("c", "d"), 0)]
     for bad in (
         "{",
         "[]",
@@ -156,6 +161,9 @@ def test_reads_hellaswag_lines(tmp_path):
         path.write_text(bad)
         with pytest.raises(ValueError, match=r"x\.jsonl:1"):
             read_questions(path)
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="holds no question"):
+        read_questions(path)
 
 
 def test_word_order_questions_are_permutations_and_always_the_same():

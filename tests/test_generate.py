@@ -148,6 +148,18 @@ def test_a_text_sample_is_an_event_with_its_prompt():
     assert list(TextSamples()(view_of(model), 0)) == []
 
 
+def test_a_model_that_diverged_has_no_text_and_stops_no_run(caplog):
+    model = Counter().train()
+    with torch.no_grad():
+        model.weight.fill_(math.nan)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="not finite"):
+            generate(model, torch.tensor([[3]]), max_tokens=2, temperature=temperature)
+        assert list(TextSamples(max_tokens=3, temperature=temperature)(view_of(model), 7)) == []
+    assert "no text sample at step 7" in caplog.text
+    assert model.training
+
+
 def test_only_rank_0_reports_a_sample_but_every_rank_writes_it():
     model = Counter()
     view = view_of(model)
@@ -172,11 +184,24 @@ def test_validation_repeats_itself_and_leaves_training_alone():
     validate.close()
 
 
+def test_the_bytes_of_a_token_are_measured_once():
+    asked = []
+    view, validate = (
+        view_of(Counter(), bytes_per_token=lambda split: asked.append(split) or 2.0),
+        Validation(),
+    )
+    for step in (0, 1, 2):
+        list(validate(view, step))
+    assert asked == ["val"]
+
+
 def test_bits_per_byte_is_nan_where_nobody_knows_the_bytes():
     (event,) = Validation(batches=1)(view_of(Counter()), 0)
     assert math.isnan(event.bits_per_byte)
-    (event,) = Validation(batches=1)(view_of(Counter(), bytes_per_token=lambda split: None), 0)
-    assert math.isnan(event.bits_per_byte)
+    for unknown in (None, 0.0):
+        view = view_of(Counter(), bytes_per_token=lambda split, unknown=unknown: unknown)
+        (event,) = Validation(batches=1)(view, 0)
+        assert math.isnan(event.bits_per_byte)
 
 
 def test_every_rank_contributes_its_mean():
@@ -211,6 +236,7 @@ def test_the_command_prints_text_or_json(loaded, capsys):
         (["run=x", "json=1"], "json=1 must be true or false"),
         (["run=x", "temperature=-1"], "temperature=-1"),
         (["run=x", "top_p=0"], "top_p=0"),
+        (["run=x", f"seed={2**64}"], f"seed={2**64} must lie in 0"),
     ],
 )
 def test_the_commands_mistakes_are_one_line(loaded, arguments, message, capsys):

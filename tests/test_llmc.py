@@ -235,6 +235,9 @@ def test_steps_come_from_the_tokens_and_batches_from_the_split():
     assert settings()["train.steps"] == str(tokens // 8)
     assert settings("-d", "16")["train.steps"] == str(tokens // 16)
     assert settings("-x", "1", "-m", "-1")["evaluate.val.batches"] == str(299 // 8)
+    # llm.c validates -m batches on each process; ours are those of all together
+    assert settings("-x", "1", "-pn", "2", "-m", "5")["evaluate.val.batches"] == "10"
+    assert settings("-x", "1", "-pn", "2", "-m", "-1")["evaluate.val.batches"] == str(2 * (299 // 16))
 
 
 @pytest.mark.parametrize(
@@ -301,10 +304,8 @@ def test_all_mistakes_come_at_once(capsys):
 
 
 def test_flags_without_effect_are_named():
-    notes = translate(
-        parse([*SMALL, "-x", "6", "-r", "0", "-ge", "1", "-pm", "tcp", "-h", "1", "-lg", "5"])
-    ).notes
-    for flag in ("-r 0", "-ge 1", "-pm tcp", "-h 1", "-lg 5"):
+    notes = translate(parse([*SMALL, "-x", "6", "-r", "0", "-ge", "1", "-pm", "tcp", "-h", "1"])).notes
+    for flag in ("-r 0", "-ge 1", "-pm tcp", "-h 1"):
         assert any(note.startswith(f"{flag} has no effect") for note in notes), flag
 
 

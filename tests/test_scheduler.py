@@ -177,7 +177,9 @@ def test_inverse_square_root_has_its_peak_at_the_end_of_warmup():
 def conf(tmp_path):
     shutil.copytree(CONF / "scheduler", tmp_path / "scheduler")
     (tmp_path / "config.yaml").write_text(
-        "defaults: [{scheduler: cosine}, _self_]\ntrain: {steps: 100}\noptimizer: {lr: 3e-4}\n"
+        "defaults: [{scheduler: cosine}, _self_]\n"
+        "train: {steps: 100, micro_batch: 4, seq_len: 8, tokens_per_step: null}\n"
+        "parallel: {}\noptimizer: {lr: 3e-4}\n"
     )
     return tmp_path
 
@@ -213,3 +215,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(conf, overrides, message, capsys)
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_trapezoid_in_tokens_is_the_one_in_steps():
+    shape = {"peak_lr": 1e-3, "total_steps": 100, "final_frac": 0.1}
+    by_tokens = {"warmup_steps": 7, "warmup_tokens": 999, "decay_tokens": 2001, "tokens_per_step": 100}
+    for step in range(101):
+        want = scheduler.wsd(step, **shape, warmup_steps=10, decay_steps=21, decay="linear")
+        assert scheduler.trapezoid(step, **shape, **by_tokens) == want
+    with pytest.raises(ValueError, match="decay_tokens=5 is given beside"):
+        scheduler.trapezoid(0, **shape, warmup_steps=0, decay_tokens=5, decay_frac=0.1)

@@ -121,7 +121,7 @@ def missing(found: Found) -> tuple[str, ...]:
     if found.extras:
         return ()
     lost = "outlier windows, generators of dropout and sampling, loggers and counters start fresh"
-    name = extra_path(found.folder, found.step, 0).name
+    name = files.extra_path(found.folder, found.step, 0).name
     return (f"checkpoint {found.step} has no {name} (llm.c wrote it, or it was lost): {lost}",)
 
 

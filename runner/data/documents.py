@@ -16,6 +16,7 @@ from typing import IO, Any, Literal
 from runner.data.build import Document
 
 Split = Literal["hash", "every", "tail"]
+Kind = Literal["dataset", "parquet", "json lines", "text"]
 
 _PIECE_CHARS = 1 << 20  # read at a time when a text is cut at a separator
 
@@ -78,18 +79,29 @@ def _tail(text: str, fraction: float) -> int:
 
 
 def _open(path: Path) -> IO[str]:
+    encoding = "utf-8-sig"  # a byte order mark at the start says how the file is encoded; it is no text
     if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding=encoding, newline="")
+    return path.open(encoding=encoding, newline="")
+
+
+def kind_of(path: Path) -> Kind:
+    """Return how `read_texts` reads a source, which its name decides."""
+    name = path.name.removesuffix(".gz")
+    if path.is_dir():
+        return "dataset"
+    if name.endswith(".parquet"):
+        return "parquet"
+    return "json lines" if name.endswith((".jsonl", ".ndjson")) else "text"
 
 
 def _texts_by_kind(path: Path, field: str, separator: str | None) -> Iterator[str]:
-    name = path.name.removesuffix(".gz")
-    if path.is_dir():
+    kind = kind_of(path)
+    if kind == "dataset":
         yield from _dataset_texts(path, field)
-    elif name.endswith(".parquet"):
+    elif kind == "parquet":
         yield from _parquet_texts(path, field)
-    elif name.endswith((".jsonl", ".ndjson")):
+    elif kind == "json lines":
         yield from _json_texts(path, field)
     else:
         yield from _plain_texts(path, separator)

@@ -171,10 +171,14 @@ def write_examples(path: Path, examples: Sequence[Example]) -> None:
 def read_questions(path: Path) -> list[Question]:
     """Read HellaSwag-like lines {"ctx", "endings", "label"}; ValueError names the line that is wrong."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Not `splitlines`: a text may hold the other separators that it cuts at, as U+2028.
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as JSON lines: {error}") from None
-    return [_question(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    questions = [_question(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    if not questions:
+        raise ValueError(f"{path}: holds no question: a line each with ctx, endings and label")
+    return questions
 
 
 def _question(line: str, where: str) -> Question:

@@ -117,8 +117,8 @@ class GPT2(nn.Module):
         padded_vocab: Annotated[int, Ge(1)] | None = None,
         dropout: Annotated[float, Ge(0), Le(0.99)] = 0.0,
         init_from: str | None = None,
-        seed: Annotated[int, Ge(0)] = 42,
-        loss_chunk: Annotated[int, Ge(1)] = 512,
+        seed: Annotated[int, Ge(0), Le(2147483647)] = 42,
+        loss_chunk: Annotated[int, Ge(1)] | None = None,
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:
         super().__init__()
@@ -168,10 +168,11 @@ class GPT2(nn.Module):
         x = F.dropout(self.embed(tokens, start=start), self.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache.layers[i] if cache is not None else None)
-        x, head = self.final(x), self.embed.wte[: self.vocab_size]
+        x, head, vocab = self.final(x), self.embed.wte, self.vocab_size
         if targets is None:
-            return F.linear(x, head)
-        return head_loss(x, head, targets, reduction=reduction, chunk=self.loss_chunk, kernels=self.kernels)
+            return F.linear(x, head[:vocab])
+        chunk, kernels = self.loss_chunk, self.kernels
+        return head_loss(x, head, targets, reduction=reduction, chunk=chunk, kernels=kernels, vocab=vocab)
 
     def new_cache(self, batch: int) -> Cache:
         """Return an empty cache for generating `batch` sequences."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
 from runner.model.attention import Cache, LayerCache, attention
@@ -118,8 +118,8 @@ class Llama(nn.Module):
         zero_head: bool = False,
         scale_embedding: bool = False,
         init_from: str | None = None,
-        seed: Annotated[int, Ge(0)] = 42,
-        loss_chunk: Annotated[int, Ge(1)] = 512,
+        seed: Annotated[int, Ge(0), Le(2147483647)] = 42,
+        loss_chunk: Annotated[int, Ge(1)] | None = None,
         kernels: Literal["fast", "plain"] = "fast",
     ) -> None:
         super().__init__()

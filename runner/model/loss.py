@@ -13,6 +13,9 @@ from torch import Tensor
 
 from runner.model.layers import Kernels
 
+CHUNKS = {"cpu": 128, "cuda": 4096}
+"""Tokens whose logits are made at a time: a CPU's caches are small, a GPU's products want many rows."""
+
 
 def head_loss(
     x: Tensor,
@@ -20,24 +23,29 @@ def head_loss(
     targets: Tensor,
     *,
     reduction: Literal["mean", "none"],
-    chunk: int,
+    chunk: int | None,
     kernels: Kernels,
     z_loss: float = 0.0,
+    vocab: int | None = None,
 ) -> Tensor:
     """Return the cross-entropy of `x @ head.T` against `targets`, in fp32.
 
-    `x` [B, T, C], `targets` [B, T], `head` [V, C]; mean [] or one value per token [B, T]. The fast kernel
-    makes logits for `chunk` tokens at a time and their gradient at once. `z_loss` times the squared
-    log-normaliser is added (Chowdhery et al. 2022, section 5).
+    `x` [B, T, C], `targets` [B, T], `head` [Vp, C], of which the first `vocab` rows count (all: None); mean
+    [] or one value per token [B, T]. The fast kernel makes logits for `chunk` tokens at a time (by the
+    device: None) and their gradient at once. `z_loss` times the squared log-normaliser is added
+    (Chowdhery et al. 2022, section 5).
     """
+    chunk = chunk or CHUNKS.get(x.device.type, 512)
+    vocab = vocab or len(head)
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or head.requires_grad)
     if kernels == "plain" or (wants_gradient and reduction == "none"):
-        losses = _plain(x, head, targets, z_loss=z_loss)
+        losses = _plain(x, head[:vocab], targets, z_loss=z_loss)
         return losses.mean() if reduction == "mean" else losses
     flat_x, flat_targets = x.flatten(0, -2), targets.flatten()
     if wants_gradient:
-        loss: Tensor = _ChunkedLoss.apply(flat_x, head, flat_targets, chunk, z_loss)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(flat_x, head, flat_targets, vocab, chunk, z_loss)  # type: ignore[no-untyped-call]
         return loss
+    head = head[:vocab]
     parts = [
         _losses(F.linear(rows, head).float(), ids, z_loss=z_loss)[0]
         for rows, ids in zip(torch.split(flat_x, chunk), torch.split(flat_targets, chunk), strict=True)
@@ -69,15 +77,21 @@ def _losses(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[Tensor, 
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Mean loss whose gradient is made in the forward pass, while a chunk's logits are at hand."""
+    """Mean loss whose gradient is made in the forward pass, while a chunk's logits are at hand.
+
+    Padding is cut off in here: a slice outside would cost its backward pass two copies of the head.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor, chunk: int, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, head: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float
+    ) -> Tensor:
         dtype = (
             torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         )
-        weight, count = head.to(dtype), len(targets)
-        dx, dhead = torch.empty_like(x), torch.empty(0)
+        weight, count = head[:vocab].to(dtype), len(targets)
+        dx, dhead = torch.empty_like(x), torch.empty_like(head)
+        dhead[vocab:] = 0
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, count, chunk):
             rows, ids = x[start : start + chunk].to(dtype), targets[start : start + chunk]
@@ -89,13 +103,14 @@ class _ChunkedLoss(torch.autograd.Function):
             gradient = gradient.to(dtype)
             dx[start : start + chunk] = gradient @ weight
             part = gradient.t() @ rows
-            dhead = part.to(head.dtype) if start == 0 else dhead.add_(part)
+            real = dhead[:vocab]
+            real.copy_(part) if start == 0 else real.add_(part)
         ctx.save_for_backward(dx.div_(count), dhead.div_(count))
         return total / count
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         dx, dhead = ctx.saved_tensors
         if dloss.device.type == "cpu" and dloss.item() == 1:  # spares a pass over the head's gradient
-            return dx, dhead, None, None, None
-        return dx * dloss, dhead * dloss, None, None, None
+            return dx, dhead, None, None, None, None
+        return dx * dloss, dhead * dloss, None, None, None, None
