@@ -39,7 +39,7 @@ MISTAKES = {
     "+logger.x._target_=acme.Logger": "logger.x._target_: 'acme.Logger' is outside the trusted packages",
     "train.steps=1,2": "train.steps: '1,2' is several values; add -m",
     "train.steps=100000000": "train.steps: must be <= 99999999, got 100000000",
-    "run.seed=9223372036854775808": "run.seed: must be <= 9223372036854775807",
+    "run.seed=9223372036854775808": "run.seed: must be <= 2147483647",
     "run.threads=5000": "run.threads: must be <= 1024, got 5000",
     "foo=1": "foo: no such option",
     "+foo=1": "foo: no such option",
