@@ -16,6 +16,7 @@ from runner.sweep.cells import Cell, Result
 from runner.sweep.rows import read_rows, spreads
 from runner.sweep.settings import Sweep
 from runner.sweep.slots import make_slots
+from runner.sweep.tell import Teller
 
 
 def write(folder: Path, settings: list[dict[str, Any]], losses: list[float]) -> None:
@@ -101,3 +102,15 @@ def test_gpus_and_threads_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [slot.threads for slot in make_slots(Sweep(parallel=2), config, processes=1)] == [4, 4]
     assert make_slots(Sweep(), config, processes=1) == [(None, {})]
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write(tmp_path, grid(lr=[1e-3, 3e-3]), [2.0, 1.0])
+    monkeypatch.setattr(figures, "draw", full)
+    summary.report(tmp_path, tell=Teller(total=2, parallel=1))
+    assert "summary: could not be written (OSError: [Errno 28] No space left" in capsys.readouterr().out
