@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def zeros(numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device) -> Tensor:
-    """Return zeros [numel]; on a CPU they start at a page, outside of the heap that tensors come and go in."""
+    """Return zeros [numel]; on a CPU they start at a page, outside of the heap of passing tensors."""
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
