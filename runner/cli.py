@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runner import CONF, __version__
-from runner.arguments import as_meant
+from runner.arguments import as_meant, home_paths
 from runner.streams import settle_streams
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def main() -> None:
 
 def run_command(arguments: Sequence[str]) -> int:
     """Compose, check and launch what `arguments` ask for; return the exit code."""
-    if list(arguments) in (["--version"], ["-V"]):
+    if "--version" in arguments or list(arguments) == ["-V"]:
         print(f"runner {__version__}")
         return 0
     if list(arguments) in (["--help"], ["-h"]):
@@ -76,13 +76,15 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
-    from runner.explain import explain, unknown_flag
+    from runner.explain import explain, unread_files, wrong_flag
     from runner.sweep.cells import CellError
 
     if leader is not None and {"-m", "--multirun"} & set(arguments):
         return _refuse(["-m: a sweep starts its own processes; run it without torchrun or srun"])
-    if wrong := unknown_flag(arguments):
+    if wrong := wrong_flag(arguments):
         return _refuse([wrong])
+    if unread := unread_files(arguments):
+        return _refuse(unread)
     asked = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     outcomes: list[Outcome | Exception] = []
@@ -198,7 +200,7 @@ def resolve(cfg: Any) -> dict[str, Any]:
             _originals(list(_unresolved(cfg)), cfg) or explain(error) or [str(error)]
         ) from error
     assert isinstance(config, dict)
-    plain = {str(key): value for key, value in config.items() if key != "hydra"}
+    plain = {str(key): home_paths(value) for key, value in config.items() if key != "hydra"}
     problems = [*check(plain), *check_node(plain.pop("sweep", {}), "sweep")]
     wrong = {re.split(r"[.:]", line)[0] for line in problems}
     problems = [*_originals(problems, cfg), *cross_check(plain, wrong=wrong)]

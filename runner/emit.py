@@ -33,14 +33,22 @@ class Emitter:
         self._waiting: dict[str, deque[Event]] = {}
 
     def open(self, run: RunInfo) -> None:
-        """Open every logger; one that cannot open is dropped, unless it is the record."""
+        """Open every logger; one that cannot open is dropped, unless it is the record.
+
+        Raises:
+            ValueError: naming the file of the record that cannot be written.
+        """
         for name, logger in list(self.loggers.items()):
             try:
                 logger.open(run)
             except Exception as error:
-                if name in RECORDS:
+                if name not in RECORDS:
+                    self._drop(name, error, run.start_step)
+                elif isinstance(error, OSError):
+                    where = error.filename or run.dir
+                    raise ValueError(f"logger.{name}: cannot write {where} ({error.strerror})") from error
+                else:
                     raise
-                self._drop(name, error, run.start_step)
 
     def __call__(self, events: Iterable[Event]) -> None:
         for event in events:

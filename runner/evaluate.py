@@ -151,4 +151,4 @@ def bytes_per_token(data: Data) -> float:
     """Return the mean length of a validation token in UTF-8 bytes; nan where the corpus cannot tell."""
     measure = getattr(data, "bytes_per_token", None)
     known = measure("val") if measure is not None else None
-    return math.nan if known is None else float(known)
+    return float(known) if known else math.nan  # 0 where a set holds nothing but ends of texts

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
+import itertools
 import re
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from runner import CONF
 from runner.arguments import to_type
 from runner.config import GROUPS, option_list, option_names
+
+_COMPOSER = "hydra._internal.config_loader_impl"
 
 
 def explain(error: BaseException, arguments: Sequence[str] = ()) -> list[str] | None:
@@ -26,11 +34,21 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> list[str] | 
         lines = _translate(link)
         if lines:
             return lines
-    return None
+    return _uncomposed(error)
 
 
-def unknown_flag(arguments: Sequence[str]) -> str | None:
-    """Return the line for a flag that does not exist, or None."""
+def _uncomposed(error: BaseException) -> list[str] | None:
+    """Return the line for whatever else went wrong while Hydra composed; None if it was not then."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(frame.f_globals.get("__name__") == _COMPOSER for frame in frames):
+        return None
+    seen = [v for frame in frames for v in frame.f_locals.values() if isinstance(v, str)]
+    file = next((f"{text}: " for text in reversed(seen) if text.endswith((".yaml", ".yml"))), "")
+    return [f"{file}{_one_line(error)} (it must be a YAML file with keys and values, in UTF-8)"]
+
+
+def wrong_flag(arguments: Sequence[str]) -> str | None:
+    """Return the line for a flag that does not exist or lacks its value, or None."""
     from hydra._internal.utils import get_args_parser
 
     parser = get_args_parser()
@@ -39,7 +57,37 @@ def unknown_flag(arguments: Sequence[str]) -> str | None:
         name = argument.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and not any(k.startswith(name) for k in known):
             return f"{argument}: no such flag; settings are written key=value (train.steps=1000), see --help"
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said:  # argparse prints its usage and leaves
+            parser.parse_args(list(arguments))
+    except SystemExit:
+        return f"{said.getvalue().strip().rpartition('error: ')[2]}; see --help"
     return None
+
+
+def unread_files(arguments: Sequence[str]) -> list[str]:
+    """Return a line for each config folder that has options of names that the package has itself.
+
+    Hydra takes the first file of a name, which is the package's: the other one would do nothing.
+    """
+    folders = [f for a, f in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
+    folders += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
+    folders += [
+        f for a in arguments if "hydra.searchpath" in a for f in re.findall(r"file://([^,\]'\"]+)", a)
+    ]
+    lines = []
+    for folder in map(Path, folders):
+        twins = sorted(p for p in folder.rglob("*.yaml") if _hidden(p, CONF / p.relative_to(folder)))
+        if twins:
+            more = f" (and {len(twins) - 1} more)" if twins[1:] else ""
+            lines.append(
+                f"{twins[0]}{more}: never read, the package has an option of this name; give it another one"
+            )
+    return lines
+
+
+def _hidden(path: Path, packaged: Path) -> bool:
+    return packaged.is_file() and path.is_file() and packaged.read_bytes() != path.read_bytes()
 
 
 def _not_an_option(arguments: Sequence[str]) -> str:

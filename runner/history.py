@@ -165,10 +165,12 @@ def _log_values(path: Path) -> Iterator[tuple[int, str, float]]:
         head, *pairs = [part.partition(":") for part in text.split()] or [("", "", "")]
         if head[0] != "s" or not pairs:
             continue
-        for key, _, value in pairs:
-            name = (_STREAMS | _FIELDS).get(key)
-            if name and value:
-                yield int(head[2]), name, float(value)
+        names = [((_STREAMS | _FIELDS).get(key), value) for key, _, value in pairs]
+        try:
+            values = [(int(head[2]), name, float(value)) for name, value in names if name and value]
+        except ValueError:
+            continue  # torn by a crash, or somebody else's
+        yield from values
 
 
 def _curve(steps: array[int], values: array[float]) -> Curve:

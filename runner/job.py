@@ -87,7 +87,7 @@ def _train(s: Session, config: Config) -> Outcome:
     try:
         if s.progress.step < s.plan.steps:
             train(s)
-        status, code = _verdict(s)
+        status, code, message = _verdict(s)
     except DivergedError as error:
         message = str(error)
         s.progress.val_loss = float("inf")
@@ -101,11 +101,18 @@ def _train(s: Session, config: Config) -> Outcome:
     return outcome
 
 
-def _verdict(s: Session) -> tuple[Status, int]:
-    if s.progress.step >= s.plan.steps:
-        return "finished", 0
-    s.stop.agree(s.engine.gather)
-    return "stopped", s.stop.code
+def _verdict(s: Session) -> tuple[Status, int, str]:
+    """Return how the run ended, its exit code, and what a person has to do about it."""
+    step, stopped = s.progress.step, s.progress.step < s.plan.steps
+    lost = s.store.lacks(step, stopped=stopped)
+    message = (
+        f"the checkpoint of step {step} could not be written (see above); make room, then give the same "
+        "command again: it goes on from the last one that was"
+    )
+    if stopped:
+        s.stop.agree(s.engine.gather)
+        return "stopped", s.stop.code, message if lost else ""
+    return ("failed", 1, message) if lost else ("finished", 0, "")
 
 
 def _close(s: Session, status: Status) -> None:

@@ -7,11 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.arguments import as_meant, to_type
+from runner.arguments import INFO, TOPICS, VALUED, as_meant, to_type
 from tests.commands import SMALL, run
 
 
@@ -53,3 +54,33 @@ def test_the_closing_screen_continues_a_run_of_any_name(tmp_path: Path) -> None:
 def test_nothing_is_offered_that_would_start_again(tmp_path: Path) -> None:
     printed = run(*SMALL, "train.steps=2", "run.name=a", "checkpoint.every=0", cwd=tmp_path)
     assert "train on" not in printed
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        ("a=1 -m b=1,2", "-m a=1 b=1,2"),
+        ("a=1 --config-dir d b=2", "--config-dir d a=1 b=2"),
+        ("a=1 --config-dir=d b=2", "--config-dir=d a=1 b=2"),
+        ("a=1 -i b=2", "-i a=1 b=2"),
+        ("a=1 --info plugins b=2", "--info plugins a=1 b=2"),
+        ("a=-1 b=2", "a=-1 b=2"),
+        ("a=1 --cfg", "--cfg a=1"),
+    ],
+)
+def test_flags_go_first(typed: str, given: str) -> None:
+    assert as_meant(typed.split()) == given.split()
+
+
+def test_the_flags_with_values_are_hydras() -> None:
+    actions = [action for action in get_args_parser()._actions if action.option_strings]
+    assert {o for a in actions if a.nargs is None for o in a.option_strings} == VALUED
+    (info,) = [action for action in actions if action.nargs == "?"]
+    assert (set(info.option_strings), set(info.choices or ())) == (set(INFO), set(TOPICS))
+
+
+def test_a_tilde_is_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run(*SMALL, "train.steps=1", "run.root=~/runs", "run.name=a", cwd=tmp_path)
+    assert (tmp_path / "home/runs/a/DONE_00000001").is_file()
+    assert not (tmp_path / "~").exists()

@@ -184,3 +184,70 @@ def test_every_key_of_the_packaged_configuration_is_explained() -> None:
                 and not line.startswith(("#", " ", "_target_", "{", "defaults", "run:", "hydra:", "sweep:"))
             ):
                 assert "#" in line, f"{path.relative_to(ROOT)}: {line}"
+
+
+BAD_FILES = {
+    "list": (b"- a\n", "scheduler: expected the settings of one option, got ['a']"),
+    "number": (b"5\n", "{file}: Invalid loaded object type: int (it must be"),
+    "binary": (b"\xff\xfe", "{file}: 'utf-8' codec can't decode"),
+    "empty": (b"", "scheduler: needs a _target_"),
+    "tab": (b"\tx: 1\n", "{file}:1:1: found character"),
+    "unclosed": (b"a: [1\n", "{file}:2:1: expected ',' or ']'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_is_no_option_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine/scheduler" / f"{name}.yaml"
+    file.parent.mkdir(parents=True)
+    content, line = BAD_FILES[name]
+    file.write_bytes(content)
+    arguments = ["--config-dir", str(tmp_path / "mine"), f"scheduler={name}"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner", *arguments])
+    assert run_command(arguments) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"runner: error: {line.format(file=file)}"), said
+
+
+@pytest.mark.parametrize("how", ["--config-dir {}", "--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_an_option_that_would_never_be_read_is_refused(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine/scheduler/wsd.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("_target_: acme.wsd\n")
+    assert run_command([*how.format(tmp_path / "mine").split(" "), "scheduler=wsd"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"runner: error: {file}: never read")
+
+
+def test_flags_may_stand_anywhere(tmp_path: Path) -> None:
+    file = tmp_path / "mine/scheduler/flat.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("_target_: runner.scheduler.constant\npeak_lr: 0.5\nwarmup_steps: 0\n")
+    printed = run("train.steps=3", "--config-dir", "mine", "scheduler=flat", "--cfg", "job", cwd=tmp_path)
+    assert "peak_lr: 0.5" in printed
+    assert "steps: 3" in printed
+
+
+def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train.steps=3", "--cfg"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == "runner: error: argument --cfg/-c: expected one argument; see --help"
+
+
+@pytest.mark.parametrize(
+    ("swept", "line"),
+    [
+        ("optimizer.lr=glob(*)", "-m: nothing to run, optimizer.lr=glob(*) matches no value"),
+        ("optimizer.lr=interval(0,1)", "optimizer.lr: an interval has no cells; add sweep=search"),
+    ],
+)
+def test_a_sweep_without_cells_is_one_line(swept: str, line: str, tmp_path: Path) -> None:
+    printed = run("-m", swept, cwd=tmp_path, code=2)
+    assert printed.startswith(f"runner: error: {line}"), printed
+    assert printed.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

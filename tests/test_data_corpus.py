@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from runner.data.build import build
 from runner.data.cache import cache_folder
 from runner.data.corpus import MOBY_DICK_SHA256, Moby, Shards, Text, moby_documents
 from runner.data.shard import write_shard
@@ -189,6 +190,20 @@ def test_fingerprint_follows_the_tokens_not_the_folder(shards, tmp_path):
     raw[-1] ^= 1
     (moved / "train_1.bin").write_bytes(raw)
     assert Shards(**other).fingerprint() != first
+
+
+@pytest.mark.parametrize("order", ["shuffle", "sequential"])
+def test_the_short_last_shard_of_a_long_text_stops_no_run(tmp_path, monkeypatch, order):
+    monkeypatch.setitem(build.__kwdefaults__, "shard_tokens", 400)  # of 100 million
+    (tmp_path / "a.txt").write_text("words of a text, " * 60)  # 918 bytes of it for training: 400, 400, 119
+    data = Text(path=f"{tmp_path}/a.txt", tokenizer="byte", cache=f"{tmp_path}/cache", order=order)
+    where = {"micro_batch": 4, "seq_len": 32}
+    assert data.check(**where, world=1, vocab_size=257) == []
+    stream = data.train(**where)
+    epochs = {(stream.next(), stream.position.start, stream.position.epoch)[1:] for _ in range(12)}
+    assert epochs == {(start, epoch) for start in (0, 128, 256) for epoch in (0, 1)}
+    (problem,) = data.check(micro_batch=4, seq_len=100, world=1, vocab_size=257)
+    assert "400 tokens for training, but 401 are needed" in problem
 
 
 def test_text_of_one_file_holds_out_its_end(tmp_path):

@@ -54,7 +54,7 @@ def test_what_llmc_refuses_is_refused_in_one_line(case):
         (header(magic=LLAMA3.magic, version=1), "version 1"),
         (header(tokens=10) + bytes(18), "10 tokens of uint16 make 1044: the file is truncated"),
         (header(tokens=10) + bytes(22), "followed by something else"),
-        (header(tokens=-1), "-1 tokens"),
+        (header(tokens=-1), "counts -1 tokens: the file is damaged"),
         (header(magic=LLAMA3.magic, version=7, tokens=2) + bytes(4), "2 tokens of uint32 make 1032"),
     ],
 )

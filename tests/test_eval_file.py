@@ -161,6 +161,9 @@ def test_reads_hellaswag_lines(tmp_path):
         path.write_text(bad)
         with pytest.raises(ValueError, match=r"x\.jsonl:1"):
             read_questions(path)
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="holds no question"):
+        read_questions(path)
 
 
 def test_word_order_questions_are_permutations_and_always_the_same():

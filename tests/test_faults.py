@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run, start
+from tests.commands import SMALL, run, start
 from tests.rank_runs import (
     TWO,
     alive,
@@ -161,3 +161,12 @@ def test_a_full_disk_costs_no_step_and_no_line(small_disk: Path, tmp_path: Path)
     assert steps == list(range(len(steps))), "lines were lost"
     trained = [line.split()[0] for line in (folder / "main.log").read_text().splitlines() if " trl:" in line]
     assert trained == [f"s:{step}" for step in steps]
+
+
+def test_a_run_whose_end_is_not_on_the_disk_has_failed(tmp_path: Path) -> None:
+    command = [*SMALL, "train.steps=10", "run.name=a"]
+    printed = run(*command, "debug.fail_saves=[2]", cwd=tmp_path, code=1)
+    assert "the checkpoint of step 10 could not be written" in printed
+    assert (tmp_path / "outputs/a/DONE_00000007").is_file()
+    run(*command, cwd=tmp_path)
+    assert (tmp_path / "outputs/a/DONE_00000010").is_file()

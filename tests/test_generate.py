@@ -198,8 +198,10 @@ def test_the_bytes_of_a_token_are_measured_once():
 def test_bits_per_byte_is_nan_where_nobody_knows_the_bytes():
     (event,) = Validation(batches=1)(view_of(Counter()), 0)
     assert math.isnan(event.bits_per_byte)
-    (event,) = Validation(batches=1)(view_of(Counter(), bytes_per_token=lambda split: None), 0)
-    assert math.isnan(event.bits_per_byte)
+    for unknown in (None, 0.0):
+        view = view_of(Counter(), bytes_per_token=lambda split, unknown=unknown: unknown)
+        (event,) = Validation(batches=1)(view, 0)
+        assert math.isnan(event.bits_per_byte)
 
 
 def test_every_rank_contributes_its_mean():

@@ -79,7 +79,10 @@ def test_a_diverged_run_ends_with_a_message_and_a_code(tmp_path: Path) -> None:
 
 def test_without_a_guard_a_nan_is_never_saved(tmp_path: Path) -> None:
     printed = run(
-        *SMALL, "debug.nan_grad_at=[3]", "outlier=off", f"run.root={tmp_path}", "run.name=x", cwd=tmp_path
+        *SMALL,
+        *("debug.nan_grad_at=[3]", "outlier=off", f"run.root={tmp_path}", "run.name=x"),
+        cwd=tmp_path,
+        code=1,  # a run whose end is not on the disk did not succeed
     )
     assert not list((tmp_path / "x").glob("DONE_*"))
     notes = [json.loads(line) for line in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]

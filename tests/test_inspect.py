@@ -126,6 +126,9 @@ def test_our_own_files(tmp_path):
     lines = text(tmp_path / "extra.json")
     assert "side file of step 7, rank 0 of 1" in lines
     assert "m.bin" in lines
+    (tmp_path / "manifest.json").write_text('{"runner": "1"}')
+    with pytest.raises(ValueError, match="not a side file of a checkpoint"):
+        text(tmp_path / "manifest.json")
 
 
 def test_values_that_are_not_finite_are_counted(tmp_path):

@@ -59,6 +59,19 @@ def test_history_holds_what_was_logged(tmp_path):
     assert summarize(history)[:5] == ("a", 120, 2.0, 2.0, 120)
 
 
+def test_lines_of_main_log_that_no_number_stands_in_are_passed_over(tmp_path):
+    (tmp_path / "main.log").write_text(
+        "s:0 trl:5.5 lr:0.1 norm:1.0\ns:x trl:1.0\ns:1.0 tel:3\ns:1 trl:-\ns:2 tel:4.5\n"
+    )
+    curves = read_history(tmp_path).curves
+    assert {name: curve.steps.tolist() for name, curve in curves.items()} == {
+        "train/loss": [0],
+        "train/lr": [0],
+        "train/grad_norm": [0],
+        "val/loss": [2],
+    }
+
+
 def test_main_log_alone_gives_the_same_curves(tmp_path):
     full = read_history(write_run(tmp_path / "a"))
     plain = read_history(write_run(tmp_path / "b", loggers=[LlmcLogger]))

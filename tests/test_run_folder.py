@@ -6,6 +6,8 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.commands import SMALL, run, start
 
 
@@ -54,3 +56,22 @@ def test_what_a_run_leaves_is_enough_to_repeat_it(tmp_path: Path) -> None:
     for text in ("val loss", "curves", "train on", "run.name=x", "sample"):
         assert text in printed
     assert (folder / "loss.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("logger", "file"), [("llmc", "main.log"), ("jsonl", "metrics.jsonl")])
+def test_a_record_that_cannot_be_written_is_one_line(logger: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / "outputs/a" / file).mkdir(parents=True)
+    printed = run(*SMALL, "run.name=a", cwd=tmp_path, code=2)
+    assert (
+        printed
+        == f"runner: error: logger.{logger}: cannot write {tmp_path}/outputs/a/{file} (Is a directory)\n"
+    )
+
+
+def test_what_must_be_seen_is_seen_without_a_console(tmp_path: Path) -> None:
+    run(*SMALL, "train.steps=14", "run.name=a", cwd=tmp_path)
+    newest = tmp_path / "outputs/a/model_00000014.bin"
+    newest.write_bytes(newest.read_bytes()[:-4])
+    printed = run(*SMALL, "train.steps=14", "run.name=a", cwd=tmp_path)
+    assert "warning: checkpoint 14 in" in printed
+    assert printed.count("is damaged, trying the next older one") == 1

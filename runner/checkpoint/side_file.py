@@ -50,6 +50,8 @@ def read(path: Path) -> State:
     """Read a side file; ValueError names the path and what is wrong."""
     with Reader(path) as file:
         data = file.take(file.size)
+    if not data.startswith(_HEAD):
+        raise ValueError(f"{path}: not a side file of a checkpoint, or one that is damaged")
     text, framed = data[_CONTENT_AT : -len(_END)], data[:_CONTENT_AT]
     digest = xxhash.xxh3_64_hexdigest(text).encode()
     if framed != _HEAD + digest + _MIDDLE or not data.endswith(_END):

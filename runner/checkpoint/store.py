@@ -76,6 +76,10 @@ class Store:
             return False
         return last or (step > 0 and step % self.every == 0)
 
+    def lacks(self, step: int, *, stopped: bool) -> bool:
+        """Whether a run that ends at `step` should be on the disk and is not; a stopped one always should."""
+        return (self.every > 0 or stopped) and step not in (self.resumed_step, self._saved_step)
+
     # ------------------------------------------------------------ restore
 
     def resumes(self, *, overwrite: bool) -> bool:

@@ -44,7 +44,12 @@ class Moby:
         self.vocab_size = self._tokenizer.vocab_size
         self._cache = cache
         self._splits = Splits(
-            self._locate, vocab_size=self.vocab_size, order=order, seed=seed, prefetch=prefetch, scan=False
+            self._locate,
+            vocab_size=self.vocab_size,
+            order=order,
+            seed=seed,
+            prefetch=prefetch,
+            ready_made=False,
         )
 
     def check(self, *, micro_batch: int, seq_len: int, world: int, vocab_size: int | None) -> list[str]:
@@ -107,7 +112,12 @@ class Text:
         self._val_fraction = val_fraction
         self._cache = cache
         self._splits = Splits(
-            self._locate, vocab_size=self.vocab_size, order=order, seed=seed, prefetch=prefetch, scan=False
+            self._locate,
+            vocab_size=self.vocab_size,
+            order=order,
+            seed=seed,
+            prefetch=prefetch,
+            ready_made=False,
         )
 
     def check(self, *, micro_batch: int, seq_len: int, world: int, vocab_size: int | None) -> list[str]:
@@ -182,7 +192,12 @@ class Shards:
         self.vocab_size = vocab_size
         self._files = Files(train, val, ("data.train", "data.val"), {})
         self._splits = Splits(
-            lambda: self._files, vocab_size=vocab_size, order=order, seed=seed, prefetch=prefetch, scan=True
+            lambda: self._files,
+            vocab_size=vocab_size,
+            order=order,
+            seed=seed,
+            prefetch=prefetch,
+            ready_made=True,
         )
 
     def check(self, *, micro_batch: int, seq_len: int, world: int, vocab_size: int | None) -> list[str]:

@@ -175,7 +175,10 @@ def read_questions(path: Path) -> list[Question]:
         lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as JSON lines: {error}") from None
-    return [_question(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    questions = [_question(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    if not questions:
+        raise ValueError(f"{path}: holds no question: a line each with ctx, endings and label")
+    return questions
 
 
 def _question(line: str, where: str) -> Question:

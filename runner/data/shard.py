@@ -74,7 +74,9 @@ def read_header(path: Path) -> Shard:
     if version != layout.version:
         raise ValueError(f"{path}: version {version}, but magic {magic} goes with version {layout.version}")
     expected = HEADER_BYTES + tokens * layout.dtype.itemsize
-    if tokens < 0 or size != expected:
+    if tokens < 0:
+        raise ValueError(f"{path}: its header counts {tokens} tokens: the file is damaged; write it again")
+    if size != expected:
         fault = "truncated" if size < expected else "followed by something else"
         raise ValueError(
             f"{path}: {size} bytes, but {tokens} tokens of {layout.dtype.name} make {expected}: "

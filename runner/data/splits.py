@@ -68,14 +68,14 @@ class Splits:
         order: Order,
         seed: int | None,
         prefetch: int | None,
-        scan: bool,
+        ready_made: bool,
     ) -> None:
         self._locate = locate
         self._vocab_size = vocab_size
         self._order = order
         self._seed = seed
         self._prefetch = prefetch
-        self._scan = scan
+        self._ready_made = ready_made
         self._files: Files | None = None
 
     @property
@@ -100,7 +100,7 @@ class Splits:
         train, found = self._inspect(files, "train", shape)
         val, more = self._inspect(files, "val", shape)
         problems += found + more
-        if self._scan:
+        if self._ready_made:
             problems += scan_range(val + train, limit=self._vocab_size, budget_bytes=_SCAN_BYTES)
         return problems
 
@@ -184,13 +184,7 @@ class Splits:
         key = files.keys[0] if split == "train" else files.keys[1]
         pattern = getattr(files, split)
         if not by_row:
-            need = shape.step_tokens + 1
-            product = f"{shape.world} x {shape.micro_batch} x {shape.seq_len} + 1"
-            why = (
-                f" for one micro-batch of every rank ({product}): "
-                "lower train.micro_batch or train.seq_len, or leave out the shard"
-            )
-            return inspect_shards(pattern, key=key, need=need, why=why)
+            return self._inspect_samples(pattern, key=key, shape=shape)
         shards, problems = inspect_shards(pattern, key=key)
         if not problems and rows_in(shards, shape.seq_len) == 0:
             most = max(shard.tokens for shard in shards)
@@ -198,6 +192,22 @@ class Splits:
                 f"{key}: no shard holds train.seq_len + 1 = {shape.seq_len + 1} tokens (most: {most}): "
                 "lower train.seq_len or provide more text"
             )
+        return shards, problems
+
+    def _inspect_samples(self, pattern: str, *, key: str, shape: Shape) -> tuple[list[Shard], list[str]]:
+        """Check shards that are read by samples: each must hold one, as llm.c asks.
+
+        Of a corpus that was cut into shards here, which nobody can leave out, the last may be shorter.
+        """
+        need = shape.step_tokens + 1
+        product = f"{shape.world} x {shape.micro_batch} x {shape.seq_len} + 1"
+        why = f" for one micro-batch of every rank ({product}): lower train.micro_batch or train.seq_len"
+        if self._ready_made:
+            return inspect_shards(pattern, key=key, need=need, why=f"{why}, or leave out the shard")
+        shards, problems = inspect_shards(pattern, key=key)
+        most = max((shard.tokens for shard in shards), default=0)
+        if not problems and most < need:
+            problems.append(f"{key}: {most} tokens for training, but {need} are needed{why}")
         return shards, problems
 
 

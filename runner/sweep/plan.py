@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml import YAMLError
 
+from runner.arguments import home_paths
 from runner.cli import ConfigError, resolve
 from runner.config import build, check_node
 from runner.explain import explain
@@ -62,7 +63,7 @@ class Composer:
         """
         node = OmegaConf.to_container(self._config.sweep, resolve=True)
         assert isinstance(node, dict)
-        plain = {str(key): value for key, value in node.items()}
+        plain = {str(key): home_paths(value) for key, value in node.items()}
         problems = list(check_node(plain, "sweep"))
         if problems:
             raise ConfigError(problems)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -104,13 +105,32 @@ class Cells(Sweeper):
         elif settings.branches is not None:
             outcome = run_branches(composer, parsed, processes=own is not None)
         else:
-            jobs = BasicSweeper.split_arguments(parsed, None)[0]
+            jobs = _grid(parsed)
             if own is None:
                 outcome = run_elsewhere(composer, jobs, launch=launcher.launch)
             else:
                 outcome = run_list(composer, jobs)
         self._outcomes.append(outcome)
         return outcome
+
+
+def _grid(parsed: list[Override]) -> list[list[str]]:
+    """Return the overrides of each cell of a grid.
+
+    Raises:
+        ConfigError: there is none, or it would have infinitely many.
+    """
+    for override in parsed:
+        if override.is_interval_sweep():
+            key = override.get_key_element()
+            raise ConfigError(
+                [f"{key}: an interval has no cells; add sweep=search, or list values: {key}=1,2"]
+            )
+    jobs: list[list[str]] = BasicSweeper.split_arguments(parsed, None)[0]
+    if not jobs:
+        swept = ", ".join(o.input_line or "" for o in parsed if o.is_sweep_override())
+        raise ConfigError([f"-m: nothing to run, {swept} matches no value"])
+    return jobs
 
 
 def _returned(result: Result) -> JobReturn:

@@ -32,9 +32,14 @@ def report(folder: Path, *, tell: Teller) -> None:
         tell.line("")
         for line in text_table(spread_table(groups)).splitlines():
             tell.line(f"  {line}")
-    if not _up_to_date(folder, rows):
-        write(folder, rows)
     tell.line("")
+    try:
+        if not _up_to_date(folder, rows):
+            write(folder, rows)
+    except Exception as error:
+        # A full disk, or a picture, is never worth the exit code of cells that are done.
+        tell.line(f"  summary: could not be written ({type(error).__name__}: {error})")
+        return
     tell.line(f"  summary: {short(folder / 'summary.html')} (also .png, .csv)")
 
 
