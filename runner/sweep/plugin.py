@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 import types
@@ -32,12 +34,24 @@ _MODULE = "hydra_plugins.runner"
 def register() -> None:
     """Make the plugins known to Hydra, under the package name that 1.3 insists on."""
     module = types.ModuleType(_MODULE)
+    parent = _namespace()
     for plugin in (Cells, Processes):
         plugin.__module__ = _MODULE
         setattr(module, plugin.__name__, plugin)
         Plugins.instance().register(plugin)
     sys.modules[_MODULE] = module
+    parent.runner = module  # type: ignore[attr-defined]
     _prefer_our_presets()
+
+
+def _namespace() -> types.ModuleType:
+    """Return the package that Hydra's plugins live in; without any installed it does not exist yet."""
+    name = _MODULE.partition(".")[0]
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module(name)
+    package = types.ModuleType(name)
+    package.__path__ = []
+    return sys.modules.setdefault(name, package)
 
 
 def _prefer_our_presets() -> None:
