@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from runner import CONF
+from runner.assembly import Process, choose_device
 from runner.cli import resolve
 from runner.job import settle_process
 from runner.opening import open_session
 from runner.session import Session
 from runner.stop import Stop
+from runner.watchdog import Watchdog
 
 
 def session(arguments: Sequence[str], *, folder: Path) -> Session:
@@ -19,7 +21,9 @@ def session(arguments: Sequence[str], *, folder: Path) -> Session:
     config = resolve(compose(arguments))
     folder.mkdir(parents=True, exist_ok=True)
     settle_process(config["run"])
-    return open_session(config, dir=folder, rank=0, world=1, stop=Stop())
+    device = choose_device(config["run"]["device"], local_rank=0)
+    process = Process(0, 1, device, Stop(), Watchdog(None, folder=folder, rank=0))
+    return open_session(config, dir=folder, process=process)
 
 
 def compose(arguments: Sequence[str]) -> Any:
