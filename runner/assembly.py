@@ -22,6 +22,7 @@ from runner.emit import Emitter
 from runner.forensics import Forensics
 from runner.load import initialise
 from runner.meter import Meter
+from runner.model import compiled
 from runner.optimizer.options import NAMES, Options, assemble
 from runner.pace import Pace
 from runner.precision import Precision
@@ -209,6 +210,7 @@ def _identity(network: nn.Module, numbers: dict[str, str], engine: Engine, run: 
         "threads": torch.get_num_threads(),
         "precision": numbers["mode"],
         "fp32_matmul": numbers["fp32_matmul"],
+        "kernels": "torch" if gpu else compiled.identity(),
         "deterministic": run["deterministic"],
         "compile": run["compile"],
         "world": engine.world,

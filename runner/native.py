@@ -2,8 +2,9 @@
 
 The CPU's are compiled once per machine. The library lives in the user's cache under a name made of its
 source, flags and CPU, so that a changed source or another machine on the same home never picks up a
-wrong one. It is used only where `runner.optimizer.compiled` and `runner.norm` found it equal to their
-torch paths, bit for bit. `RUNNER_KERNELS=off` turns all kernels off.
+wrong one. "update" is used only where `runner.optimizer.compiled` and `runner.norm` found it equal to
+their torch paths, bit for bit. "layers" (`runner.model.compiled`) agrees with torch to rounding, so every
+checkpoint says which of the two ran. `RUNNER_KERNELS=off` turns all kernels off.
 """
 
 from __future__ import annotations
@@ -21,25 +22,38 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-_SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_FLAGS_END = ("-shared", "-fPIC", "-std=c11", "-lm")
+_HERE = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-w")
+_FLAGS_END = ("-shared", "-fPIC", "-lm")
+_SOURCES = {
+    "update": (_HERE / "update.c", ("-std=c11", "-ffp-contract=off")),
+    "layers": (_HERE / "model" / "layers.c", ("-std=gnu11", "-ffp-contract=fast")),
+}
+_COSTS = {"update": "updates take about 20 times as long, same bits", "layers": "steps take longer"}
 _log = logging.getLogger(__name__)
 
 
+class Library(NamedTuple):
+    """Compiled kernels, and what identifies their results."""
+
+    functions: ctypes.CDLL
+    digest: str
+
+
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None where they are off or cannot be built (logged once)."""
+def library(name: Literal["update", "layers"]) -> Library | None:
+    """Return compiled kernels, or None where they are off or cannot be built (logged once)."""
     if os.environ.get("RUNNER_KERNELS", "on") == "off":
         return None
     try:
-        return ctypes.CDLL(str(_built()))
+        path = _built(name)
+        return Library(ctypes.CDLL(str(path)), hashlib.sha256(path.read_bytes()).hexdigest()[:12])
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("no compiled CPU kernels (%s): updates take about 20 times as long, same bits", error)
+        _log.warning("no compiled CPU kernels for %s (%s): %s", name, error, _COSTS[name])
         return None
 
 
@@ -73,26 +87,28 @@ def _pool(workers: int, process: int) -> ThreadPoolExecutor:  # threads do not s
     return ThreadPoolExecutor(workers, thread_name_prefix="kernels")
 
 
-def _built() -> Path:
-    """Return the path of the library, compiling it unless it is there.
+def _built(name: str) -> Path:
+    """Return the path of a library, compiling it unless it is there.
 
     Processes that compile at once each write their own file and rename it: the last one wins with
     the same content.
     """
-    source = _SOURCE.read_bytes()
+    source, own_flags = _SOURCES[name]
     compiler = os.environ.get("CC", "cc")
-    key = hashlib.sha256(b"\0".join([source, *map(str.encode, (compiler, *_FLAGS)), _cpu()])).hexdigest()[:16]
-    path = _cache() / f"kernels-{key}.so"
+    flags = (*_FLAGS, *own_flags)
+    told = [source.read_bytes(), *map(str.encode, (compiler, *flags)), _cpu()]
+    key = hashlib.sha256(b"\0".join(told)).hexdigest()[:16]
+    path = _cache() / f"{name}-{key}.so"
     if path.exists():
         return path
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    handle, made = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", name, *_FLAGS_END]
+        command = [compiler, *flags, str(source), "-o", made, *_FLAGS_END]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-        os.replace(name, path)
+        os.replace(made, path)
     finally:
-        Path(name).unlink(missing_ok=True)
+        Path(made).unlink(missing_ok=True)
     return path
 
 

@@ -190,10 +190,10 @@ def first_non_finite(sums: Tensor, layout: Sequence[Slot], *, world: int) -> str
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
     """Return the compiled `square_sums` over chunks if it gives the definition's bits here."""
-    library = native.library()
+    library = native.library("update")
     if library is None:
         return None
-    kernel: Callable[..., None] = library.runner_square_sums
+    kernel: Callable[..., None] = library.functions.runner_square_sums
     kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 2  # type: ignore[attr-defined]
     kernel.restype = None  # type: ignore[attr-defined]
     x = torch.sin(torch.arange(5 * BLOCK + 77, dtype=torch.float64)).float() * 1e-3

@@ -254,7 +254,7 @@ def test_the_master_rounds_to_llmcs_model_file() -> None:
 
 
 def test_kernels_can_be_off_and_many_processes_may_build_at_once(tmp_path: Path) -> None:
-    code = "from runner import native; print(native.library() is not None)"
+    code = "from runner import native; print(native.library('update') is not None)"
 
     def start(kernels: str) -> subprocess.Popen[str]:
         env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "RUNNER_KERNELS": kernels}
@@ -263,5 +263,5 @@ def test_kernels_can_be_off_and_many_processes_may_build_at_once(tmp_path: Path)
     processes = [start("on"), start("on"), start("off")]
     outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
     assert outputs == (["True", "True", "False"] if shutil.which("cc") else ["False"] * 3)
-    assert len(list(tmp_path.glob("runner/kernels-*.so"))) == (1 if shutil.which("cc") else 0)
+    assert len(list(tmp_path.glob("runner/update-*.so"))) == (1 if shutil.which("cc") else 0)
     assert not list(tmp_path.glob("**/*.tmp"))

@@ -1,4 +1,4 @@
-"""The CPU kernels against plain torch operations: values, gradients, memory."""
+"""The CPU kernels, compiled and of torch operations, against plain ones: values, gradients, memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
 from runner.model import attention as attention_module
+from runner.model import compiled
 from runner.model.attention import attention, split_heads
 from runner.model.gpt2 import GPT2
-from runner.model.layers import PIECE, gelu, layer_norm, rms_norm, rotate, swiglu
+from runner.model.layers import (
+    PIECE,
+    add_layer_norm,
+    add_rms_norm,
+    gelu,
+    layer_norm,
+    rms_norm,
+    rotate,
+    swiglu,
+)
 from runner.model.llama import Llama
 from runner.model.loss import head_loss
 
@@ -38,7 +48,13 @@ def turned(x: Tensor, *, kernels: Any) -> Tensor:
 
 
 def attended(qkv: Tensor, *, kernels: Any) -> Tensor:
-    return attention(*split_heads(qkv, heads=2, kernels=kernels), kernels=kernels)
+    return attention(*split_heads(qkv, heads=2, groups=2, kernels=kernels), kernels=kernels)
+
+
+def rotated(qkv: Tensor, *, kernels: Any) -> Tensor:
+    cos, sin = (x.float() for x in angles(qkv.shape[1], 3, torch.float64))
+    parts = split_heads(qkv, heads=4, groups=2, kernels=kernels, cos=cos, sin=sin)
+    return torch.cat([part * (i + 1) for i, part in enumerate(parts)], 1)
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor, *, kernels: Any) -> Tensor:
@@ -49,12 +65,40 @@ def rms(x: Tensor, weight: Tensor, *, kernels: Any) -> Tensor:
     return rms_norm(x, weight, eps=1e-5, kernels=kernels)
 
 
+def moved(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, *, kernels: Any) -> Tensor:
+    total, y = add_layer_norm(x, delta, weight, bias, kernels=kernels)
+    return total.sin() + y
+
+
+def moved_rms(x: Tensor, delta: Tensor, weight: Tensor, *, kernels: Any) -> Tensor:
+    total, y = add_rms_norm(x, delta, weight, eps=1e-5, kernels=kernels)
+    return total.sin() + y
+
+
+def only_the_norm(x: Tensor, delta: Tensor, weight: Tensor, *, kernels: Any) -> Tensor:
+    return add_rms_norm(x, delta, weight, eps=1e-5, kernels=kernels)[1]
+
+
+def only_the_sum(x: Tensor, delta: Tensor, weight: Tensor, *, kernels: Any) -> Tensor:
+    return add_rms_norm(x, delta, weight, eps=1e-5, kernels=kernels)[0] + 0 * weight
+
+
 CASES: dict[str, tuple[Kernel, list[tuple[int, ...]]]] = {
     "layer_norm": (layer_norm, [(3, 5, 8), (8,), (8,)]),
     "rms_norm": (rms, [(3, 5, 8), (8,)]),
     "gelu": (gelu, [(3, 7)]),
     "swiglu": (swiglu, [(2, 3, 8)]),
     "rotate": (turned, [(2, 3, 5, 8)]),
+    "wide layer_norm": (layer_norm, [(70, 48), (48,), (48,)]),
+    "odd layer_norm": (layer_norm, [(40, 19), (19,), (19,)]),
+    "add_layer_norm": (moved, [(3, 13, 20), (3, 13, 20), (20,), (20,)]),
+    "add_rms_norm": (moved_rms, [(3, 13, 20), (3, 13, 20), (20,)]),
+    "only the norm": (only_the_norm, [(2, 3, 8), (2, 3, 8), (8,)]),
+    "only the sum": (only_the_sum, [(2, 3, 8), (2, 3, 8), (8,)]),
+    "wide gelu": (gelu, [(5, 67)]),
+    "wide swiglu": (swiglu, [(3, 70)]),
+    "split and rotate": (rotated, [(2, 7, 48)]),
+    "wide attention": (attended, [(1, 37, 48)]),
     "attention": (attended, [(2, 11, 24)]),
     "grouped attention": (grouped, [(2, 4, 9, 6), (2, 2, 9, 6), (2, 2, 9, 6)]),
 }
@@ -67,6 +111,14 @@ def weights_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(attention_module, "KEPT_BYTES", 0)
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def kernel_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(compiled, "usable", lambda *_: False)
+    elif compiled.identity() == "torch":
+        pytest.skip("no C compiler")
+
+
 @pytest.mark.usefixtures("weights_kept")
 @pytest.mark.parametrize("name", list(CASES))
 def test_gradient_is_the_derivative(name: str) -> None:
@@ -75,7 +127,7 @@ def test_gradient_is_the_derivative(name: str) -> None:
     assert gradcheck(lambda *x: kernel(*x, kernels="fast"), inputs)
 
 
-@pytest.mark.usefixtures("weights_kept")
+@pytest.mark.usefixtures("weights_kept", "kernel_set")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)]
 )
@@ -93,6 +145,7 @@ def test_fast_equals_plain(name: str, dtype: torch.dtype, tolerance: float) -> N
         torch.testing.assert_close(fast, plain, atol=tolerance * 3, rtol=tolerance)
 
 
+@pytest.mark.usefixtures("kernel_set")
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 def test_block_attention_equals_plain_at_every_length(length: int) -> None:
     q, k, v = (normal(1, 2, length, 8, seed=i) for i in range(3))
@@ -101,6 +154,7 @@ def test_block_attention_equals_plain_at_every_length(length: int) -> None:
     )
 
 
+@pytest.mark.usefixtures("kernel_set")
 def test_bf16_attention_gradients_are_close_to_fp64() -> None:
     dy = normal(2, 2, 256, 32, seed=9, dtype=torch.bfloat16).detach()
     errors = []
@@ -116,6 +170,7 @@ def test_bf16_attention_gradients_are_close_to_fp64() -> None:
     assert max(errors) < 8e-3
 
 
+@pytest.mark.usefixtures("kernel_set")
 def test_gelu_over_many_pieces_and_extremes() -> None:
     x = torch.linspace(-50, 50, PIECE + 1000).requires_grad_()
     y = gelu(x, kernels="fast")
@@ -133,8 +188,9 @@ def loss_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Ten
     return normal(2, 7, 6, dtype=dtype), normal(11, 6, seed=1, dtype=dtype), targets
 
 
+@pytest.mark.usefixtures("kernel_set")
 @given(chunk=st.integers(1, 20), scale=st.floats(-4, 4), z_loss=st.sampled_from([0.0, 0.1]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_chunked_loss_equals_plain_with_any_upstream_gradient(
     chunk: int, scale: float, z_loss: float
 ) -> None:
@@ -171,6 +227,7 @@ def test_token_losses_equal_plain(z_loss: float) -> None:
     assert head.grad is not None
 
 
+@pytest.mark.usefixtures("kernel_set")
 def test_loss_survives_huge_logits() -> None:
     x, head = torch.full((1, 1, 1), 1e4), torch.tensor([[1.0], [-1.0]])
     with torch.no_grad():
@@ -178,10 +235,12 @@ def test_loss_survives_huge_logits() -> None:
     assert loss.item() == 2e4
 
 
-def test_non_finite_input_is_not_hidden() -> None:
+@pytest.mark.usefixtures("kernel_set")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_input_is_not_hidden(bad: float) -> None:
     x, head, targets = loss_inputs()
     with torch.no_grad():
-        x[0, 0, 0] = math.nan
+        x[0, 0, 0] = bad
     loss = head_loss(x, head, targets, reduction="mean", chunk=4, kernels="fast")
     loss.backward()
     assert loss.isnan()
@@ -222,3 +281,82 @@ def test_blocks_compile_without_graph_breaks(name: str, kernels: Any) -> None:
     loss = model(x, x)
     loss.backward()
     torch.testing.assert_close(loss, eager)
+
+
+@pytest.mark.usefixtures("kernel_set")
+@pytest.mark.parametrize("vocab", [7, 65, 256, 3001])
+def test_loss_of_any_vocabulary(vocab: int) -> None:
+    x, head = normal(2, 40, 16), normal(vocab, 16, seed=1)
+    targets = torch.randint(vocab, (2, 40), generator=torch.Generator().manual_seed(3))
+    gradients = []
+    for kernels in ("fast", "plain"):
+        x.grad = head.grad = None
+        loss = head_loss(x, head, targets, reduction="mean", chunk=32, kernels=kernels)
+        loss.backward()
+        gradients.append((loss, x.grad, head.grad))
+    for fast, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(fast, plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("kernel_set")
+@pytest.mark.parametrize("target", [-1, 11])
+def test_a_target_outside_of_the_vocabulary_is_refused(target: int) -> None:
+    x, head, targets = loss_inputs()
+    targets[1, 3] = target
+    with pytest.raises((IndexError, RuntimeError), match="out"):
+        head_loss(x, head, targets, reduction="mean", chunk=4, kernels="fast")
+
+
+@pytest.mark.usefixtures("kernel_set")
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "gelu", "swiglu", "attention", "add_layer_norm"])
+def test_layers_do_not_hide_a_non_finite_number(name: str, bad: float) -> None:
+    kernel, shapes = CASES[name]
+    inputs = [normal(*shape, seed=i).detach() for i, shape in enumerate(shapes)]
+    inputs[0].view(-1)[0] = bad
+    for kernels in ("fast", "plain"):
+        assert not kernel(*inputs, kernels=kernels).isfinite().all(), kernels
+
+
+@pytest.mark.skipif(compiled.identity() == "torch", reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(CASES))
+def test_no_bit_depends_on_the_number_of_threads(name: str, dtype: torch.dtype) -> None:
+    kernel, shapes = CASES[name]
+    shapes = [(64 * shape[0], *shape[1:]) if len(shape) > 1 else shape for shape in shapes]
+    results, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            inputs = [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+            y = kernel(*inputs, kernels="fast")
+            y.backward(normal(*y.shape, seed=9, dtype=dtype).detach())
+            results.append([y.detach(), *(x.grad for x in inputs)])
+        finally:
+            torch.set_num_threads(before)
+    for others in results[1:]:
+        for one, other in zip(results[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_norm_under_autocast_hands_over_what_the_product_reads() -> None:
+    x, weight, bias = normal(4, 32), normal(32, seed=1), normal(32, seed=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer_norm(x, weight, bias, kernels="fast")
+        total, z = add_layer_norm(x, x.bfloat16(), weight, bias, kernels="fast")
+    if compiled.identity() != "torch":
+        assert y.dtype == z.dtype == torch.bfloat16
+    assert total.dtype == torch.float32
+    plain = layer_norm(x, weight, bias, kernels="plain")
+    torch.testing.assert_close(y.float(), plain, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(total, x + x.bfloat16())
+
+
+@pytest.mark.skipif(compiled.identity() == "torch", reason="no C compiler")
+def test_exponentials_are_accurate_to_single_precision() -> None:
+    """A softmax over two keys is a logistic function, so it shows the exponential by itself."""
+    z = torch.linspace(-86, 0, 100_001)
+    scores = torch.stack([torch.zeros_like(z), z], 1)[:, None, :].contiguous()
+    weights = compiled.softmax_(scores.clone(), start=1, scale=1.0)[:, 0]
+    exact = scores[:, 0].double().softmax(-1)
+    assert ((weights.double() - exact) / exact).abs().max() < 5e-7

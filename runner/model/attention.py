@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.model.layers import Kernels, is_fast
+from runner.model import compiled
+from runner.model.compiled_layers import SplitHeads
+from runner.model.layers import Kernels, is_compiled, is_fast, rotate
 
 BLOCK = 128  # queries that share one matrix product; keys after them are not computed
 KEPT_BYTES = 32 << 20  # attention weights of a layer up to this size are kept for the backward pass
@@ -65,21 +67,38 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, kernels: Kernels, dropout: flo
     if groups != heads:
         k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
     whole = q.shape[2] == k.shape[2]
-    if whole and dropout == 0.0 and kernels == "fast" and q.device.type == "cpu":
+    if whole and dropout == 0.0 and is_fast(q, kernels):
         y: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
         return y
-    if whole and kernels == "fast" and q.device.type != "cpu":
+    if whole and kernels == "fast" and not is_fast(q, kernels):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     return _plain(q, k, v, dropout=dropout)
 
 
-def split_heads(qkv: Tensor, *, heads: int, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
-    """Part [B, T, 3C] into queries, keys and values [B, H, T, D]."""
-    if is_fast(qkv, kernels):
-        q, k, v = _SplitHeads.apply(qkv, heads)  # type: ignore[no-untyped-call]
+def split_heads(
+    qkv: Tensor,
+    *,
+    heads: int,
+    groups: int,
+    kernels: Kernels,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Part [B, T, (H + 2G)D] into queries [B, H, T, D], keys and values [B, G, T, D].
+
+    `cos`, `sin` [T, D/2] fp32 rotate queries and keys (`layers.rotate`).
+    """
+    parts = (heads, groups, groups)
+    if is_compiled(qkv, kernels):
+        q, k, v = SplitHeads.apply(qkv, parts, cos, sin)  # type: ignore[no-untyped-call]
         return q, k, v
-    B, T, _ = qkv.shape
-    q, k, v = qkv.view(B, T, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    if is_fast(qkv, kernels) and heads == groups:
+        q, k, v = _SplitHeads.apply(qkv, heads)  # type: ignore[no-untyped-call]
+    else:
+        B, T, _ = qkv.shape
+        q, k, v = torch.split(qkv.view(B, T, sum(parts), -1).transpose(1, 2), list(parts), 1)
+    if cos is not None and sin is not None:
+        q, k = (rotate(z, cos, sin, kernels=kernels) for z in (q, k))
     return q, k, v
 
 
@@ -125,7 +144,7 @@ class _BlockCausal(torch.autograd.Function):
         for start in range(0, T, BLOCK):
             end = min(start + BLOCK, T)
             weights = _weights(q, k, start=start, end=end)
-            y[:, start:end] = torch.bmm(weights, v[:, :end]).view(B, H, -1, D).transpose(1, 2)
+            _place(torch.bmm(weights, v[:, :end]).view(B, H, -1, D), y[:, start:end])
             kept += [weights] if keep else []
         ctx.save_for_backward(q, k, v, *kept)
         return y.transpose(1, 2)
@@ -134,17 +153,17 @@ class _BlockCausal(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, *kept = ctx.saved_tensors
         B, H, T, D = dy.shape
-        scale = 1 / math.sqrt(D)
-        dy = dy.reshape(B * H, T, D)
-        total = torch.promote_types(q.dtype, torch.float32)  # sums over blocks of queries
-        dq = torch.empty_like(q)
+        dy = _taken(dy).view(B * H, T, D)
+        total = q.dtype if T <= BLOCK else torch.promote_types(q.dtype, torch.float32)  # of sums over blocks
+        dq: list[Tensor] = []
         dk, dv = torch.empty(0), torch.empty(0)
         for start in reversed(range(0, T, BLOCK)):  # the last block sees every key
             end = min(start + BLOCK, T)
             weights = kept[start // BLOCK] if kept else _weights(q, k, start=start, end=end)
-            dweights = torch.bmm(dy[:, start:end], v[:, :end].transpose(1, 2))
-            dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
-            dq[:, start:end] = torch.bmm(dscores, k[:, :end])
+            dscores = _dscores(
+                torch.bmm(dy[:, start:end], v[:, :end].transpose(1, 2)), weights, start=start, D=D
+            )
+            dq.insert(0, torch.bmm(dscores, k[:, :end]))
             dk_part = torch.bmm(dscores.transpose(1, 2), q[:, start:end])
             dv_part = torch.bmm(weights.transpose(1, 2), dy[:, start:end])
             if end == T:
@@ -152,15 +171,42 @@ class _BlockCausal(torch.autograd.Function):
             else:
                 dk[:, :end] += dk_part
                 dv[:, :end] += dv_part
+        whole = dq[0] if len(dq) == 1 else torch.cat(dq, 1)
         heads = (B, H, T, D)
-        return dq.mul_(scale).view(heads), dk.mul_(scale).to(k.dtype).view(heads), dv.to(v.dtype).view(heads)
+        return whole.view(heads), dk.to(k.dtype).view(heads), dv.to(v.dtype).view(heads)
+
+
+def _place(y: Tensor, at: Tensor) -> None:
+    """Write `y` [B, H, T, D] to `at` [B, T, H, D], which may be some tokens of more."""
+    if compiled.usable(y.device, y.dtype):
+        compiled.join((y,), heads=(y.shape[1], 0, 0), out=at)
+    else:
+        at.copy_(y.transpose(1, 2))
+
+
+def _taken(dy: Tensor) -> Tensor:
+    """Return `dy` [B, H, T, D], usually a view of [B, T, H, D], as contiguous heads."""
+    packed = dy.transpose(1, 2)
+    if compiled.usable(dy.device, dy.dtype) and packed.is_contiguous():
+        return compiled.split(packed.flatten(2), heads=(dy.shape[1], 0, 0))[0]
+    return dy.contiguous()
 
 
 def _weights(q: Tensor, k: Tensor, *, start: int, end: int) -> Tensor:
     """Return the attention weights [B*H, end - start, end] of the queries start..end."""
-    keys = k[:, :end].transpose(1, 2)
+    keys, scale = k[:, :end].transpose(1, 2), 1 / math.sqrt(q.shape[-1])
+    if compiled.usable(q.device, q.dtype):
+        return compiled.softmax_(torch.bmm(q[:, start:end], keys), start=start, scale=scale)
     scores = q.new_empty(q.shape[0], end - start, end)
-    torch.baddbmm(scores, q[:, start:end], keys, beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
+    torch.baddbmm(scores, q[:, start:end], keys, beta=0, alpha=scale, out=scores)
     future = torch.full((end - start, end - start), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
     scores[:, :, start:] += future
     return torch.softmax(scores, -1)
+
+
+def _dscores(dweights: Tensor, weights: Tensor, *, start: int, D: int) -> Tensor:
+    """Return the gradient of the unscaled scores."""
+    scale = 1 / math.sqrt(D)
+    if compiled.usable(weights.device, weights.dtype):
+        return compiled.softmax_back_(dweights, weights=weights, start=start, scale=scale)
+    return torch._softmax_backward_data(dweights, weights, -1, weights.dtype).mul_(scale)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.init import STD, normal_, residual_std
-from runner.model.layers import Kernels, Linear, gelu, layer_norm
+from runner.model.layers import Kernels, Linear, add_layer_norm, gelu, layer_norm
 from runner.model.loss import head_loss
 
 PADDING = 128  # llm.c pads the vocabulary to a multiple of 128
@@ -66,17 +66,16 @@ class Block(nn.Module):
         self.fcprojb = nn.Parameter(torch.zeros(C))
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self._drop(self._attend(layer_norm(x, self.ln1w, self.ln1b, kernels=self.kernels), cache))
-        hidden = gelu(
-            self.linear(layer_norm(x, self.ln2w, self.ln2b, kernels=self.kernels), self.fcw, self.fcb),
-            kernels=self.kernels,
-        )
+        kernels = self.kernels
+        attended = self._drop(self._attend(layer_norm(x, self.ln1w, self.ln1b, kernels=kernels), cache))
+        x, normed = add_layer_norm(x, attended, self.ln2w, self.ln2b, kernels=kernels)
+        hidden = gelu(self.linear(normed, self.fcw, self.fcb), kernels=kernels)
         return x + self._drop(self.linear(hidden, self.fcprojw, self.fcprojb))
 
     def _attend(self, x: Tensor, cache: LayerCache | None) -> Tensor:
         B, T, C = x.shape
         qkv = self.linear(x, self.qkvw, self.qkvb)
-        q, k, v = split_heads(qkv, heads=self.heads, kernels=self.kernels)
+        q, k, v = split_heads(qkv, heads=self.heads, groups=self.heads, kernels=self.kernels)
         if cache is not None:
             k, v = cache.append(k, v)
         y = attention(q, k, v, kernels=self.kernels, dropout=self.dropout if self.training else 0.0)

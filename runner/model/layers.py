@@ -1,8 +1,8 @@
-"""Layer norm, GELU and their gradients.
+"""Norms, activations and rotary positions, and their gradients.
 
-`fast` kernels are for CPUs: built from vectorised torch operations on cache-sized pieces, with
-gradients whose bits do not depend on the number of threads. `plain` ones are torch's own, used on
-other devices and as the reference in tests.
+`fast` kernels are for CPUs: compiled ones where there are (`runner.model.compiled`), else torch operations
+on cache-sized pieces; with either the bits of a gradient do not depend on the number of threads. `plain` ones
+are torch's own, used on other devices and as the reference in tests.
 Legend: B sequences, T tokens, C channels.
 """
 
@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from runner.model import compiled, compiled_layers
 
 Kernels = Literal["fast", "plain"]
 Linear = Callable[..., Tensor]
@@ -34,20 +36,49 @@ def is_fast(x: Tensor, kernels: Kernels) -> bool:
     return kernels == "fast" and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def is_compiled(x: Tensor, kernels: Kernels, delta: Tensor | None = None) -> bool:
+    """Whether the compiled kernels take `x`, and `delta` added to it."""
+    if not is_fast(x, kernels):
+        return False
+    added, made = x.dtype if delta is None else delta.dtype, compiled_layers.product_dtype(x)
+    return compiled.usable(x.device, x.dtype, added, made) and (
+        x.dtype == torch.float32 or x.dtype == added == made
+    )
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, kernels: Kernels) -> Tensor:
     """Normalise the last dimension of `x` [..., C] to mean 0 and variance 1, then scale and shift."""
-    if is_fast(x, kernels):
-        y: Tensor = _LayerNorm.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return y
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, LAYER_NORM_EPS)
+    y: Tensor
+    if is_compiled(x, kernels):
+        y = compiled_layers.Norm.apply(x, weight, bias, LAYER_NORM_EPS)  # type: ignore[no-untyped-call]
+    elif is_fast(x, kernels):
+        y = _LayerNorm.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    else:
+        y = F.layer_norm(x, (x.shape[-1],), weight, bias, LAYER_NORM_EPS)
+    return y
+
+
+def add_layer_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, *, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta and its layer norm."""
+    if is_compiled(x, kernels, delta):
+        total, y = compiled_layers.AddNorm.apply(x, delta, weight, bias, LAYER_NORM_EPS)  # type: ignore[no-untyped-call]
+        return total, y
+    total = x + delta
+    return total, layer_norm(total, weight, bias, kernels=kernels)
 
 
 def gelu(x: Tensor, *, kernels: Kernels) -> Tensor:
     """Apply GPT-2's GELU, the tanh approximation (Hendrycks & Gimpel 2016, section 2)."""
-    if is_fast(x, kernels):
-        y: Tensor = _TanhGelu.apply(x)  # type: ignore[no-untyped-call]
-        return y
-    return F.gelu(x, approximate="tanh")
+    y: Tensor
+    if is_compiled(x, kernels):
+        y = compiled_layers.Gelu.apply(x)  # type: ignore[no-untyped-call]
+    elif is_fast(x, kernels):
+        y = _TanhGelu.apply(x)  # type: ignore[no-untyped-call]
+    else:
+        y = F.gelu(x, approximate="tanh")
+    return y
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -111,22 +142,41 @@ def _gelu_piece(x: Tensor, *, y: Tensor, slope: Tensor, scratch: Tensor, factor:
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, kernels: Kernels) -> Tensor:
     """Scale the last dimension of `x` [..., C] to a root mean square of 1, then by `weight` [C].
 
-    Zhang & Sennrich 2019. The result has the type of `x`.
+    Zhang & Sennrich 2019. The result has the type of `x`, or already the one that the next product reads.
     """
-    if is_fast(x, kernels):
-        y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-        return y
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
+    y: Tensor
+    if is_compiled(x, kernels):
+        y = compiled_layers.Norm.apply(x, weight, None, eps)  # type: ignore[no-untyped-call]
+    elif is_fast(x, kernels):
+        y = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    else:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
+    return y
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, *, eps: float, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta and its RMS norm."""
+    if is_compiled(x, kernels, delta):
+        total, y = compiled_layers.AddNorm.apply(x, delta, weight, None, eps)  # type: ignore[no-untyped-call]
+        return total, y
+    total = x + delta
+    return total, rms_norm(total, weight, eps=eps, kernels=kernels)
 
 
 def swiglu(gate_up: Tensor, *, kernels: Kernels) -> Tensor:
     """Return silu(gate) * up of `gate_up` [..., 2F], the two halves side by side (Shazeer 2020)."""
-    if is_fast(gate_up, kernels):
-        y: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
-        return y
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    y: Tensor
+    if is_compiled(gate_up, kernels):
+        y = compiled_layers.SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+    elif is_fast(gate_up, kernels):
+        y = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+    else:
+        gate, up = gate_up.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, kernels: Kernels) -> Tensor:

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 
-from runner.model.attention import Cache, LayerCache, attention
+from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.gpt2 import check_length
 from runner.model.init import STD, normal_, residual_std
-from runner.model.layers import Kernels, Linear, rms_norm, rotate, swiglu
+from runner.model.layers import Kernels, Linear, add_rms_norm, rms_norm, rotate, swiglu
 from runner.model.loss import head_loss
 
 
@@ -64,18 +64,21 @@ class LlamaBlock(nn.Module):
         self.downw = nn.Parameter(torch.zeros(C, feed_forward))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self._attend(self._norm(x, self.ln1w), cos, sin, cache)
-        gate_up = self.linear(self._norm(x, self.ln2w), self.gateupw)
+        attended = self._attend(self._norm(x, self.ln1w), cos, sin, cache)
+        x, normed = add_rms_norm(x, attended, self.ln2w, eps=self.norm_eps, kernels=self.kernels)
+        gate_up = self.linear(normed, self.gateupw)
         return x + self.linear(swiglu(gate_up, kernels=self.kernels), self.downw)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None) -> Tensor:
         B, T, C = x.shape
-        H, G, D = self.heads, self.kv_heads, C // self.heads
-        qkv = self.linear(x, self.qkvw).view(B, T, H + 2 * G, D).transpose(1, 2)
-        q, k, v = torch.split(qkv, [H, G, G], 1)
+        split = partial(split_heads, heads=self.heads, groups=self.kv_heads, kernels=self.kernels)
+        qkv = self.linear(x, self.qkvw)
         if self.qnormw is not None and self.knormw is not None:
+            q, k, v = split(qkv)
             q, k = self._norm(q, self.qnormw), self._norm(k, self.knormw)
-        q, k = (rotate(z, cos, sin, kernels=self.kernels) for z in (q, k))
+            q, k = (rotate(z, cos, sin, kernels=self.kernels) for z in (q, k))
+        else:
+            q, k, v = split(qkv, cos=cos, sin=sin)
         if cache is not None:
             k, v = cache.append(k, v)
         y = attention(q, k, v, kernels=self.kernels)

@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runner.model import compiled
+from runner.model.compiled_layers import product_dtype
 from runner.model.layers import Kernels
 
-CHUNKS = {"cpu": 128, "cuda": 4096}
-"""Tokens whose logits are made at a time: a CPU's caches are small, a GPU's products want many rows."""
+CHUNKS = {"cuda": 4096}
+"""Tokens whose logits are made at a time: a GPU's products want many rows."""
+LOGITS = 1 << 24
+"""Logits that are made at a time on a CPU, in as many chunks of equal size as that takes."""
 
 
 def head_loss(
@@ -35,8 +39,8 @@ def head_loss(
     device: None) and their gradient at once. `z_loss` times the squared log-normaliser is added
     (Chowdhery et al. 2022, section 5).
     """
-    chunk = chunk or CHUNKS.get(x.device.type, 512)
     vocab = vocab or len(head)
+    chunk = chunk or CHUNKS.get(x.device.type) or _even_chunk(targets.numel(), limit=max(64, LOGITS // vocab))
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or head.requires_grad)
     if kernels == "plain" or (wants_gradient and reduction == "none"):
         losses = _plain(x, head[:vocab], targets, z_loss=z_loss)
@@ -76,6 +80,11 @@ def _losses(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[Tensor, 
     return losses, probabilities, log_normaliser
 
 
+def _even_chunk(count: int, *, limit: int) -> int:
+    """Return the size of the fewest chunks of at most `limit` that `count` can be cut into evenly."""
+    return -(-count // max(1, -(-count // limit)))
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Mean loss whose gradient is made in the forward pass, while a chunk's logits are at hand.
 
@@ -86,27 +95,25 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, head: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float
     ) -> Tensor:
-        dtype = (
-            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        )
+        dtype = product_dtype(x)
         weight, count = head[:vocab].to(dtype), len(targets)
         dx, dhead = torch.empty_like(x), torch.empty_like(head)
         dhead[vocab:] = 0
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        real = dhead[:vocab]
+        gradient_of = _gradient_compiled if compiled.usable(x.device, dtype) else _gradient
+        room = weight.new_empty(min(chunk, count), vocab)
+        part = weight.new_empty(vocab, x.shape[1])
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, count, chunk):
             rows, ids = x[start : start + chunk].to(dtype), targets[start : start + chunk]
-            losses, gradient, log_normaliser = _losses((rows @ weight.t()).float(), ids, z_loss=z_loss)
-            total += losses.sum()
-            if z_loss:
-                gradient *= (1 + 2 * z_loss * log_normaliser)[:, None]
-            gradient[torch.arange(len(ids), device=x.device), ids] -= 1
-            gradient = gradient.to(dtype)
+            logits = torch.mm(rows, weight.t(), out=room[: len(ids)])
+            losses, gradient = gradient_of(logits, ids, count=count, z_loss=z_loss)
+            total += losses.sum(dtype=torch.float64)
             dx[start : start + chunk] = gradient @ weight
-            part = gradient.t() @ rows
-            real = dhead[:vocab]
+            torch.mm(gradient.t(), rows, out=part)
             real.copy_(part) if start == 0 else real.add_(part)
-        ctx.save_for_backward(dx.div_(count), dhead.div_(count))
-        return total / count
+        ctx.save_for_backward(dx, dhead)
+        return (total / count).float()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
@@ -114,3 +121,19 @@ class _ChunkedLoss(torch.autograd.Function):
         if dloss.device.type == "cpu" and dloss.item() == 1:  # spares a pass over the head's gradient
             return dx, dhead, None, None, None, None
         return dx * dloss, dhead * dloss, None, None, None, None
+
+
+def _gradient(logits: Tensor, targets: Tensor, *, count: int, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return losses [n] and the mean loss's gradient with respect to `logits` [n, V], in their type."""
+    losses, gradient, log_normaliser = _losses(logits.float(), targets, z_loss=z_loss)
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * log_normaliser)[:, None]
+    gradient[torch.arange(len(targets), device=logits.device), targets] -= 1
+    return losses, gradient.div_(count).to(logits.dtype)
+
+
+def _gradient_compiled(
+    logits: Tensor, targets: Tensor, *, count: int, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Do the same in place of the logits."""
+    return compiled.loss_(logits, targets, weight=1 / count, z_loss=z_loss), logits

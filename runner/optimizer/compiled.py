@@ -79,10 +79,10 @@ def _described(part: Part) -> _Part:
 
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
-    library = native.library()
+    library = native.library("update")
     if library is None:
         return None
-    kernel = library.runner_adamw
+    kernel = library.functions.runner_adamw
     kernel.argtypes = [
         ctypes.POINTER(_Part),
         ctypes.c_int64,
