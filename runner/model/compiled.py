@@ -22,6 +22,7 @@ _NORM_BACK = struct.Struct("@9P5q")
 _ACTIVATION = struct.Struct("@4P3q")
 _SOFTMAX = struct.Struct("@2P4qfq")
 _HEADS = struct.Struct("@6P13q")
+_ADD_ROWS = struct.Struct("@3P3q")
 _LOSS = struct.Struct("@3P2q2fq")
 _ROWS_PER_BLOCK = 32  # of layers.c
 
@@ -167,6 +168,14 @@ def loss_(logits: Tensor, targets: Tensor, *, weight: float, z_loss: float) -> T
     return losses
 
 
+def add_rows_(table: Tensor, *, ids: Tensor, rows: Tensor) -> None:
+    """Add `rows` [R, C] to the rows `ids` [R], known to exist, of `table` [V, C], in order."""
+    ids, rows = ids.contiguous(), rows.contiguous()
+    assert table.is_contiguous()
+    pointers = map(_address, (table, ids, rows))
+    _run("add_rows", _ADD_ROWS.pack(*pointers, *rows.shape, _TYPES[table.dtype]))
+
+
 def _softmax(scores: Tensor, weights: Tensor | None, *, start: int, scale: float) -> Tensor:
     assert scores.is_contiguous()
     pointers = map(_address, (scores, weights))
@@ -215,7 +224,7 @@ def _kernels() -> dict[str, Any] | None:
     if all(hasattr(process, name) for name in names):  # torch brings them; without, one thread does the work
         library.functions.runner_team(*(ctypes.cast(getattr(process, n), ctypes.c_void_p) for n in names))
     kernels = {}
-    for name in ("norm", "norm_back", "gelu", "swiglu", "softmax", "heads", "loss"):
+    for name in ("norm", "norm_back", "gelu", "swiglu", "softmax", "heads", "loss", "add_rows"):
         kernels[name] = getattr(library.functions, f"runner_{name}")
         kernels[name].argtypes, kernels[name].restype = (ctypes.c_char_p, ctypes.c_int64), None
     return kernels

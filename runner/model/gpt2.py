@@ -22,6 +22,7 @@ from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.init import STD, normal_, residual_std
 from runner.model.layers import Kernels, Linear, add_layer_norm, gelu, layer_norm
 from runner.model.loss import head_loss
+from runner.model.tie import Tie, embedding, tie_of
 
 PADDING = 128  # llm.c pads the vocabulary to a multiple of 128
 
@@ -40,8 +41,8 @@ class Embedding(nn.Module):
         self.wte = nn.Parameter(torch.zeros(padded_vocab, width))
         self.wpe = nn.Parameter(torch.zeros(max_seq_len, width))
 
-    def forward(self, tokens: Tensor, *, start: int) -> Tensor:
-        return F.embedding(tokens, self.wte) + self.wpe[start : start + tokens.shape[1]]
+    def forward(self, tokens: Tensor, *, start: int, tie: Tie | None = None) -> Tensor:
+        return embedding(tokens, self.wte, tie) + self.wpe[start : start + tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -164,14 +165,19 @@ class GPT2(nn.Module):
         """Return logits [B, T, V] without targets; the mean loss [] or losses [B, T] fp32 with them."""
         start = cache.length if cache is not None else 0
         check_length(start + tokens.shape[1], limit=self.max_seq_len)
-        x = F.dropout(self.embed(tokens, start=start), self.dropout, self.training)
+        tie = tie_of(
+            self.embed.wte, kernels=self.kernels, training=targets is not None and reduction == "mean"
+        )
+        x = F.dropout(self.embed(tokens, start=start, tie=tie), self.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache.layers[i] if cache is not None else None)
         x, head, vocab = self.final(x), self.embed.wte, self.vocab_size
         if targets is None:
             return F.linear(x, head[:vocab])
         chunk, kernels = self.loss_chunk, self.kernels
-        return head_loss(x, head, targets, reduction=reduction, chunk=chunk, kernels=kernels, vocab=vocab)
+        return head_loss(
+            x, head, targets, reduction=reduction, chunk=chunk, kernels=kernels, vocab=vocab, tie=tie
+        )
 
     def new_cache(self, batch: int) -> Cache:
         """Return an empty cache for generating `batch` sequences."""

@@ -546,3 +546,31 @@ static void loss_share(const void *arguments, int64_t share, int64_t shares) {
 
 /* losses [R] of logits [R, V], which become the gradient of `weight` times their sum. */
 void runner_loss(const Loss *a, int64_t threads) { spread(loss_share, a, a->rows * a->cols, threads); }
+
+/* ---- embedding ---- */
+
+typedef struct {
+    void *table;
+    const int64_t *ids;
+    const void *rows;
+    int64_t count, cols, type;
+} AddRows;
+
+static void add_rows_share(const void *arguments, int64_t share, int64_t shares) {
+    const AddRows *a = arguments;
+    int64_t lanes = (a->cols + W - 1) / W; /* by columns: every row's sum keeps its order */
+    int64_t from = lanes * share / shares * W, to = lanes * (share + 1) / shares * W;
+    to = to < a->cols ? to : a->cols;
+    for (int64_t row = 0; row < a->count; row++) {
+        void *sum = (void *)row_of(a->table, a->ids[row] * a->cols, (int)a->type);
+        const void *x = row_of(a->rows, row * a->cols, (int)a->type);
+        for (int64_t i = from; i < to; i += W)
+            if (a->type)
+                store(sum, i, to - i, load(sum, i, to - i, 0, 1) + load(x, i, to - i, 0, 1), 1);
+            else
+                store(sum, i, to - i, load(sum, i, to - i, 0, 0) + load(x, i, to - i, 0, 0), 0);
+    }
+}
+
+/* table[ids[r]] += rows[r] for every row in order. */
+void runner_add_rows(const AddRows *a, int64_t threads) { spread(add_rows_share, a, a->count * a->cols, threads); }

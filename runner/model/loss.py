@@ -5,20 +5,24 @@ Legend: N tokens, C channels, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.model import compiled
-from runner.model.compiled_layers import product_dtype
+from runner.model import compiled, pool
+from runner.model.compiled_layers import Grads, product_dtype
 from runner.model.layers import Kernels
+from runner.model.tie import Head, Tie
 
 CHUNKS = {"cuda": 4096}
 """Tokens whose logits are made at a time: a GPU's products want many rows."""
-LOGITS = 1 << 24
-"""Logits that are made at a time on a CPU, in as many chunks of equal size as that takes."""
+LOGITS = 1 << 25
+"""Bytes of logits that a CPU makes at a time, in as many chunks of equal size as that takes."""
+PART = 1 << 22
+"""Elements of the head's gradient that a CPU makes at a time before it adds them."""
 
 
 def head_loss(
@@ -31,23 +35,24 @@ def head_loss(
     kernels: Kernels,
     z_loss: float = 0.0,
     vocab: int | None = None,
+    tie: Tie | None = None,
 ) -> Tensor:
     """Return the cross-entropy of `x @ head.T` against `targets`, in fp32.
 
     `x` [B, T, C], `targets` [B, T], `head` [Vp, C], of which the first `vocab` rows count (all: None); mean
     [] or one value per token [B, T]. The fast kernel makes logits for `chunk` tokens at a time (by the
     device: None) and their gradient at once. `z_loss` times the squared log-normaliser is added
-    (Chowdhery et al. 2022, section 5).
+    (Chowdhery et al. 2022, section 5). With a `tie` the fast kernel leaves the head's gradient there.
     """
     vocab = vocab or len(head)
-    chunk = chunk or CHUNKS.get(x.device.type) or _even_chunk(targets.numel(), limit=max(64, LOGITS // vocab))
+    chunk = chunk or CHUNKS.get(x.device.type) or _even_chunk(x, vocab=vocab)
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or head.requires_grad)
     if kernels == "plain" or (wants_gradient and reduction == "none"):
         losses = _plain(x, head[:vocab], targets, z_loss=z_loss)
         return losses.mean() if reduction == "mean" else losses
     flat_x, flat_targets = x.flatten(0, -2), targets.flatten()
     if wants_gradient:
-        loss: Tensor = _ChunkedLoss.apply(flat_x, head, flat_targets, vocab, chunk, z_loss)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(flat_x, head, flat_targets, vocab, chunk, z_loss, tie)  # type: ignore[no-untyped-call]
         return loss
     head = head[:vocab]
     parts = [
@@ -80,8 +85,10 @@ def _losses(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[Tensor, 
     return losses, probabilities, log_normaliser
 
 
-def _even_chunk(count: int, *, limit: int) -> int:
-    """Return the size of the fewest chunks of at most `limit` that `count` can be cut into evenly."""
+def _even_chunk(x: Tensor, *, vocab: int) -> int:
+    """Return the size of the fewest chunks with few enough logits that the tokens can be cut into evenly."""
+    count = x.numel() // x.shape[-1]
+    limit = max(64, LOGITS // (vocab * product_dtype(x).itemsize))
     return -(-count // max(1, -(-count // limit)))
 
 
@@ -93,16 +100,26 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, head: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float
+        ctx: Any,
+        x: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        vocab: int,
+        chunk: int,
+        z_loss: float,
+        tie: Tie | None,
     ) -> Tensor:
         dtype = product_dtype(x)
-        weight, count = head[:vocab].to(dtype), len(targets)
-        dx, dhead = torch.empty_like(x), torch.empty_like(head)
-        dhead[vocab:] = 0
-        real = dhead[:vocab]
+        count = len(targets)
+        new = partial(pool.take, dtype=dtype, device=x.device)
+        weight, is_copy = head[:vocab], head.dtype != dtype
+        weight = new(*weight.shape).copy_(weight) if is_copy else weight
+        dx = torch.empty_like(x)
+        # A single chunk is done with the copy of the head in time: its gradient takes that place.
+        shared = is_copy and count <= chunk
+        dhead = weight if shared else pool.take(*head.shape, dtype=head.dtype, device=x.device)
         gradient_of = _gradient_compiled if compiled.usable(x.device, dtype) else _gradient
-        room = weight.new_empty(min(chunk, count), vocab)
-        part = weight.new_empty(vocab, x.shape[1])
+        room = new(min(chunk, count), vocab)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for start in range(0, count, chunk):
             rows, ids = x[start : start + chunk].to(dtype), targets[start : start + chunk]
@@ -110,17 +127,41 @@ class _ChunkedLoss(torch.autograd.Function):
             losses, gradient = gradient_of(logits, ids, count=count, z_loss=z_loss)
             total += losses.sum(dtype=torch.float64)
             dx[start : start + chunk] = gradient @ weight
-            torch.mm(gradient.t(), rows, out=part)
-            real.copy_(part) if start == 0 else real.add_(part)
-        ctx.save_for_backward(dx, dhead)
+            _add_product(dhead, gradient, rows, first=start == 0)
+        for spent in (room, *([weight] if is_copy and not shared else [])):
+            pool.give_back(spent)
+        ctx.save_for_backward(dx)
+        ctx.head = Head(dhead, rows=len(head), dtype=head.dtype)
+        ctx.tie = tie
         return (total / count).float()
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        dx, dhead = ctx.saved_tensors
-        if dloss.device.type == "cpu" and dloss.item() == 1:  # spares a pass over the head's gradient
-            return dx, dhead, None, None, None, None
-        return dx * dloss, dhead * dloss, None, None, None, None
+    def backward(ctx: Any, dloss: Tensor) -> Grads:
+        (dx,) = ctx.saved_tensors
+        # A loss that is not scaled spares passes over memory; asking a GPU would make it wait.
+        scale = None if dloss.device.type == "cpu" and dloss.item() == 1 else dloss
+        dx = dx if scale is None else dx * scale
+        if ctx.tie is None:
+            return dx, ctx.head.gradient(scale), *[None] * 5
+        ctx.tie.hand_over(ctx.head.taken(), scale)
+        return dx, *[None] * 6
+
+
+def _add_product(dhead: Tensor, gradient: Tensor, rows: Tensor, *, first: bool) -> None:
+    """Add gradient.T @ rows to the head's gradient [Vp, C], or begin it; padding gets 0.
+
+    A CPU makes some rows of it at a time, which stay in its cache until they are added.
+    """
+    vocab = gradient.shape[1]
+    if first:
+        dhead[vocab:] = 0
+    size = min(vocab, PART // rows.shape[1] + 1) if dhead.device.type == "cpu" else vocab
+    in_place = first and rows.dtype == dhead.dtype
+    room = rows.new_empty(0 if in_place else size, rows.shape[1])
+    for piece, part in zip(torch.split(dhead[:vocab], size), torch.split(gradient, size, 1), strict=True):
+        product = torch.mm(part.t(), rows, out=piece if in_place else room[: len(piece)])
+        if not in_place:
+            piece.copy_(product) if first else piece.add_(product)
 
 
 def _gradient(logits: Tensor, targets: Tensor, *, count: int, z_loss: float) -> tuple[Tensor, Tensor]:

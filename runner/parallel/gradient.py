@@ -2,7 +2,9 @@
 
 A large fp32 parameter starts a step without a `.grad`: autograd hands over the first one that it makes,
 which is copied, and later ones are added in place. That saves clearing the buffer and reading it back,
-8 bytes per element and step. Under bfloat16 weights every gradient is copied or added by the hook.
+8 bytes per element and step. Until then the buffer is offered as the parameter's `main_grad`, for a backward
+pass that can write there and hand that over. Under bfloat16 weights every gradient is copied or added by the
+hook.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ class Gradients:
         """Start a sum of gradients; what the buffer holds is valid again after `settle`."""
         for small in self._small:
             small.zero_()
-        for placed, _ in self._large:
+        for placed, main in self._large:
             placed.parameter.grad = None
+            _offer(placed, main if placed.parameter.dtype == main.dtype else None)
         self._stale = set(range(len(self._large)))
 
     def settle(self) -> None:
         """Give a zero gradient to every parameter that backward did not reach."""
         for index in self._stale:
             placed, main = self._large[index]
+            _offer(placed, None)
             main.zero_()
             if placed.parameter.dtype == main.dtype:
                 placed.parameter.grad = main
@@ -64,7 +68,9 @@ class Gradients:
             grad = parameter.grad
             assert grad is not None
             if index in self._stale:
-                main.copy_(grad)
+                if grad.data_ptr() != main.data_ptr():
+                    main.copy_(grad)
+                _offer(placed, None)
                 self._stale.discard(index)
             elif not in_place:
                 main.add_(grad)
@@ -72,6 +78,10 @@ class Gradients:
 
         handle = placed.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
+
+
+def _offer(placed: Placed, main: Tensor | None) -> None:
+    placed.parameter.main_grad = main  # type: ignore[attr-defined]
 
 
 def _covering(small: list[Placed], *, flat: Tensor) -> list[Tensor]:
