@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The update, the norm and llm.c's stream on a GPU: the same bits as their torch definitions.
+"""The update, the norm, the guard and llm.c's stream on a GPU: the same bits as their torch definitions.
 
 Import this module only where Triton is installed (`native.triton_kernels`). Every kernel is launched
 with `enable_fp_fusion=False`: Triton would otherwise contract a * b + c where the definition rounds twice.
@@ -16,6 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.optimizer.reference import Part
+from runner.triton_guard import WIDTH as WIDTH
+from runner.triton_guard import clip_factor as clip_factor
+from runner.triton_guard import fold
+from runner.triton_guard import judge_by_z as judge_by_z
+from runner.triton_guard import judge_finite as judge_finite
+from runner.triton_guard import norm as norm
+from runner.triton_guard import row_sums as row_sums
 
 ELEMENTS = 1024  # of one program of the update
 
@@ -112,8 +119,8 @@ def _round(x, noise):
 
 
 @triton.jit
-def lane_sums_kernel(x_ptr, first_ptr, length_ptr, out_ptr, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """Sum the squares of one block into its lanes, each lane in order."""
+def block_sums_kernel(x_ptr, first_ptr, length_ptr, out_ptr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Sum the squares of one block into its lanes, each lane in order, and fold the lanes."""
     block = tl.program_id(0)
     first, length = tl.load(first_ptr + block), tl.load(length_ptr + block)
     lane = tl.arange(0, LANES)
@@ -122,7 +129,7 @@ def lane_sums_kernel(x_ptr, first_ptr, length_ptr, out_ptr, LANES: tl.constexpr,
         i = row * LANES + lane
         x = tl.load(x_ptr + first + i, mask=i < length, other=0.0).to(tl.float64)
         sums += x * x
-    tl.store(out_ptr + block.to(tl.int64) * LANES + lane, sums)
+    tl.store(out_ptr + block, fold(sums, LANES))
 
 
 @triton.jit
@@ -181,10 +188,9 @@ def adamw(parts: Sequence[Part], *, scalars: Tensor, scale: Tensor, seeds: Tenso
         )
 
 
-def lane_sums(flat: Tensor, *, first: Tensor, length: Tensor, out: Tensor, block: int) -> None:
-    """Write the lane sums of every block (int64 `first`, `length` [blocks]) to `out` [blocks, lanes]."""
-    lanes = out.shape[1]
-    lane_sums_kernel[(len(first),)](
+def block_sums(flat: Tensor, *, first: Tensor, length: Tensor, out: Tensor, block: int, lanes: int) -> None:
+    """Write each block's sum of squares (int64 `first`, `length` [blocks]) to `out` [blocks] float64."""
+    block_sums_kernel[(len(first),)](
         flat, first, length, out, LANES=lanes, ROWS=block // lanes, num_warps=1, enable_fp_fusion=False
     )
 
