@@ -63,5 +63,5 @@ def test_a_break_in_the_graph_is_an_error(compilations: list[Any]) -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([Breaking()])
     settle_blocks(model, compile="blocks", checkpoint=False)
-    with pytest.raises(RuntimeError, match="Tensor.item|break|Unsupported|data"):
+    with pytest.raises(RuntimeError, match=r"data-dependent|graph break|Unsupported"):
         model.blocks[0](torch.ones(3, requires_grad=True))
