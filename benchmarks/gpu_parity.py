@@ -84,6 +84,7 @@ def _adamw(device: torch.device, *, half: bool, master: bool) -> int:
     generator = torch.Generator().manual_seed(1)
     for step in range(UPDATES):
         gradient = torch.randn(LAYERS, WIDTH, generator=generator) * 10.0 ** (step - 4)
+        gradient[:, ::7] *= 1e-18  # whose squares are subnormal
         refused = step == 3
         for optimizer, segment in (ours, theirs):
             segment.grad.copy_(gradient)

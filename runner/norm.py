@@ -80,7 +80,7 @@ class ChunkSums:
         """Return the sums [chunks] float64 of what the gradient holds now; the buffer is reused."""
         on_cpu = self._gradient.device.type == "cpu"
         kernel = _kernel() if on_cpu else None
-        kernels = None if on_cpu else native.triton_kernels()
+        kernels = native.triton_kernels() if self._gradient.is_cuda else None
         if kernels is not None:
             return self._sum_by_triton(kernels)
         if kernel is None:
@@ -175,7 +175,7 @@ def square_sums(rows: Tensor) -> Tensor:
 def norm_of(sums: Tensor) -> Tensor:
     """Return the norm [] fp32 of all chunk sums in order; inf where it leaves fp32, nan stays nan."""
     if sums.device.type != "cpu":
-        kernels = native.triton_kernels()
+        kernels = native.triton_kernels() if sums.is_cuda else None
         on_device: Tensor = fold(sums).sqrt().to(torch.float32) if kernels is None else kernels.norm(sums)
         return on_device
     root = math.sqrt(_fold_on_host(sums.numpy()))

@@ -18,7 +18,7 @@ from torch import Tensor
 from runner.optimizer.reference import Part
 from runner.triton_guard import WIDTH as WIDTH
 from runner.triton_guard import clip_factor as clip_factor
-from runner.triton_guard import fold
+from runner.triton_guard import divide, fold, square_root
 from runner.triton_guard import judge_by_z as judge_by_z
 from runner.triton_guard import judge_finite as judge_finite
 from runner.triton_guard import norm as norm
@@ -60,9 +60,9 @@ def adamw_kernel(
     v = _lerp(tl.load(scalars_ptr + 2), tl.load(v_ptr + at, mask=mask, other=0.0), g * g)
     tl.store(m_ptr + at, m, mask=mask)
     tl.store(v_ptr + at, v, mask=mask)
-    m_hat = tl.math.div_rn(m, tl.load(scalars_ptr + 3) + tl.zeros_like(m))
-    v_hat = tl.math.div_rn(v, tl.load(scalars_ptr + 4) + tl.zeros_like(v))
-    ratio = tl.math.div_rn(m_hat, tl.math.sqrt_rn(v_hat) + tl.load(scalars_ptr + 5))
+    m_hat = divide(m, tl.load(scalars_ptr + 3) + tl.zeros_like(m))
+    v_hat = divide(v, tl.load(scalars_ptr + 4) + tl.zeros_like(v))
+    ratio = divide(m_hat, square_root(v_hat) + tl.load(scalars_ptr + 5))
     old = _exact(param_ptr + to, master_ptr + at, mask, HALF, MASTER)
     new = old - tl.load(scalars_ptr) * (ratio + decay * old)
     if MASTER:

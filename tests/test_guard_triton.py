@@ -139,6 +139,9 @@ doubles = dict.fromkeys(["x_ptr", "sums_ptr", "ring_ptr", "z_ptr"], "*fp64")
 floats = dict.fromkeys(["loss_ptr", "norm_ptr", "limits_ptr"], "*fp32")
 types = doubles | floats | dict.fromkeys(["seen_ptr", "reason_ptr", "starts_ptr"], "*i64")
 types |= {"apply_ptr": "*u8", "n": "i32", "max_norm": "fp32"}
+"""
+
+PROGRAMS = """
 show("rows", k.row_sums_kernel, types | {"out_ptr": "*fp64"}, SIZE=4096)
 show("norm", k.norm_kernel, types | {"out_ptr": "*fp32"}, SIZE=2048)
 show("clip", k.clip_kernel, types | {"out_ptr": "*fp32"}, warps=1)
@@ -149,7 +152,7 @@ show("robust", k.guard_kernel, types, W=100, SIZE=128, ROBUST=True)
 
 
 def test_hopper_code_rounds_where_the_definitions_do(tmp_path: Path) -> None:
-    text = run(COMPILED, interpret=False, tmp_path=tmp_path)
+    text = run(COMPILED + PROGRAMS, interpret=False, tmp_path=tmp_path)
     programs = {part.split(" ", 1)[0]: part for part in text.split("### ")[1:]}
     assert set(programs) == {"rows", "norm", "clip", "finite", "guard", "robust"}
     for name, ptx in programs.items():
@@ -166,3 +169,12 @@ def test_hopper_code_rounds_where_the_definitions_do(tmp_path: Path) -> None:
     loop = programs["rows"]
     store = loop.index("st.global")
     assert "bar.sync" in loop[store:]
+
+
+def test_an_old_triton_divides_as_exactly(tmp_path: Path) -> None:
+    old = "k._FLUSHES = triton.language.constexpr(True)\n"
+    clip = next(line for line in PROGRAMS.splitlines() if line.startswith('show("clip"'))
+    text = run(COMPILED + old + clip, interpret=False, tmp_path=tmp_path)
+    assert "begin inline asm" in text
+    assert "div.rn.f32" in text
+    assert ".ftz" not in text
