@@ -18,11 +18,12 @@ from torch import Tensor
 from runner.optimizer.reference import Part
 from runner.triton_guard import WIDTH as WIDTH
 from runner.triton_guard import clip_factor as clip_factor
-from runner.triton_guard import divide, fold, square_root
+from runner.triton_guard import fold
 from runner.triton_guard import judge_by_z as judge_by_z
 from runner.triton_guard import judge_finite as judge_finite
 from runner.triton_guard import norm as norm
 from runner.triton_guard import row_sums as row_sums
+from runner.triton_ieee import divide, square_root
 
 ELEMENTS = 1024  # of one program of the update
 

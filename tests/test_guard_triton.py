@@ -172,7 +172,7 @@ def test_hopper_code_rounds_where_the_definitions_do(tmp_path: Path) -> None:
 
 
 def test_an_old_triton_divides_as_exactly(tmp_path: Path) -> None:
-    old = "k._FLUSHES = triton.language.constexpr(True)\n"
+    old = "from runner import triton_ieee\ntriton_ieee._FLUSHES = triton.language.constexpr(True)\n"
     clip = next(line for line in PROGRAMS.splitlines() if line.startswith('show("clip"'))
     text = run(COMPILED + old + clip, interpret=False, tmp_path=tmp_path)
     assert "begin inline asm" in text
