@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.race import ROOT
@@ -23,13 +24,13 @@ def measure(
     for name in workloads:
         root = FOLDER / f"exact-{name}"
         shutil.rmtree(root, ignore_errors=True)
-        whole = _run(name, root, "whole", threads=threads)
-        again = _run(name, root, "again", threads=threads)
-        _run(name, root, "resumed", threads=threads, stop=HALF)
-        resumed = _run(name, root, "resumed", threads=threads)
+        whole = run(name, root, "whole", threads=threads)
+        again = run(name, root, "again", threads=threads)
+        run(name, root, "resumed", threads=threads, stop=HALF)
+        resumed = run(name, root, "resumed", threads=threads)
         others = {"two runs": again, "interrupted and resumed": resumed}
         if compare_threads:
-            others[f"1 thread and {threads}"] = _run(name, root, "single", threads=1)
+            others[f"1 thread and {threads}"] = run(name, root, "single", threads=1)
         for what, other in others.items():
             differ = float(other != whole)
             rows.append(
@@ -39,16 +40,30 @@ def measure(
     return rows
 
 
-def _run(workload: str, root: Path, name: str, *, threads: int, stop: int | None = None) -> str:
-    """Train, or train up to step `stop` of the same schedule; return a hash of log and weights."""
-    arguments = overrides(WORKLOADS[workload], precision="auto", threads=threads, steps=STEPS, root=root)
-    arguments.remove("checkpoint.every=0")
-    arguments.remove("logger.wandb.mode=offline")
+def run(
+    workload: str,
+    root: Path,
+    name: str,
+    *,
+    threads: int,
+    stop: int | None = None,
+    arguments: Sequence[str] = (),
+) -> str:
+    """Train, or train up to step `stop` of the same schedule; return a hash of log and weights.
+
+    Raises:
+        RuntimeError: the run failed; with the end of what it said.
+    """
+    usual = overrides(WORKLOADS[workload], precision="auto", threads=threads, steps=STEPS, root=root)
+    usual.remove("checkpoint.every=0")
+    usual.remove("logger.wandb.mode=offline")
     more = [f"run.name={name}", "logger=[llmc]", f"checkpoint.every={HALF}"]
     if stop is not None:
         more += [f"train.steps={stop}", f"scheduler.total_steps={STEPS}"]
-    command = [sys.executable, "-m", "runner", *arguments, *more]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "runner", *usual, *more, *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"exit {ended.returncode}: {(ended.stderr or ended.stdout).strip()[-400:]}")
     if stop is not None:
         return ""
     digest = hashlib.sha256((root / name / "main.log").read_bytes())

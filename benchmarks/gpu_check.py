@@ -1,217 +1,225 @@
 """Check everything that only a GPU can show, in one table and at most eight minutes.
 
-    python -m benchmarks.gpu_check
+    python -m benchmarks.gpu_check [--budget SECONDS] [--results FOLDER] [--only SECTION ...]
 
-Kernels against their definitions, host syncs per step, bits from run to run and across a resume, the
-speed of GPT-2 124M beside torch eager, torch.compile and a nanoGPT-style loop, what a checkpoint costs.
-On a CPU it runs the same code on tiny sizes, to show that the script itself works.
+Kernels against their definitions, host syncs per step, bits from run to run and across a resume, losses
+beside a CPU's, the speed and memory of GPT-2 124M (eager, compiled blocks, CUDA graphs, fp8) beside torch
+eager, torch.compile and a nanoGPT-style loop, what a checkpoint costs. Each section is a process with a
+time limit of its own, and what it found is kept whatever happens to it or to this program. On a CPU
+everything runs on tiny sizes, to show that the script itself works.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import os
 import shutil
-import statistics
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from benchmarks import gpu_sections
+from benchmarks.results import RESULTS, Row, load_average, save, table
+from benchmarks.workloads import FOLDER
 
-from benchmarks import exactness, gpu_parity
-from benchmarks.bare import PlainModel, decayed, random_windows
-from benchmarks.in_process import session
-from benchmarks.results import Row, load_average, save, table
-from benchmarks.workloads import FOLDER, WORKLOADS, Workload, overrides
-from runner.api import Saved, TrainStep
-from runner.flops import peak_tflops
-from runner.train import train
-
-BUDGET_S = 440.0
-GPT2_124M = Workload(12, 12, 768, 1024, 32, 50304)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ON_GPU = DEVICE.type == "cuda"
-SPEED = GPT2_124M if ON_GPU else WORKLOADS["tiny"]
-WARM, TIMED = (8, 24) if ON_GPU else (2, 4)
+BUDGET_S = 450.0
+ROOT = Path(__file__).parent.parent
+NAN = float("nan")
+GRAPHS, COMPILED = "run.cuda_graphs=true", "run.compile=blocks"
 
 
-class Probe:
-    """A logger that notes when steps end, and counts syncs of the steps in the middle."""
+class Section(NamedTuple):
+    """A measurement, and the seconds after which it is stopped."""
 
-    def __init__(self) -> None:
-        self.stamps: list[float] = []
-        self.saved: list[Saved] = []
-        self.syncs: list[str] = []
-        self._stack = contextlib.ExitStack()
-        self._caught: list[warnings.WarningMessage] = []
+    measure: Callable[[gpu_sections.Report], None]
+    limit_s: float
+    gpu_only: bool = False
 
-    def log(self, event: Any) -> None:
-        """Note a step or a checkpoint."""
-        if isinstance(event, Saved):
-            self.saved.append(event)
-        if not isinstance(event, TrainStep):
-            return
-        self.stamps.append(time.perf_counter())
-        if ON_GPU and event.step == WARM:
-            self._caught = self._stack.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-        if ON_GPU and event.step == WARM + 4:
-            torch.cuda.set_sync_debug_mode("default")
-            self.syncs = [f"{w.filename}:{w.lineno}" for w in self._caught if "synchroniz" in str(w.message)]
-            self._stack.close()
 
-    def open(self, run: Any) -> None:
-        """Do nothing."""
+SECTIONS = {
+    "kernels": Section(gpu_sections.kernels, 90),
+    "runner": Section(partial(gpu_sections.steps, name="runner"), 75),
+    "runner, CUDA graphs": Section(
+        partial(gpu_sections.steps, name="runner, CUDA graphs", more=[GRAPHS]), 75, gpu_only=True
+    ),
+    "losses": Section(gpu_sections.losses, 45),
+    "runner, compiled blocks": Section(
+        partial(gpu_sections.steps, name="runner, compiled blocks", more=[COMPILED]), 90, gpu_only=True
+    ),
+    "bits": Section(partial(gpu_sections.bits, name="runner"), 90),
+    "loops": Section(gpu_sections.loops, 110),
+    "checkpoint": Section(gpu_sections.checkpoint, 60),
+    "bits, CUDA graphs": Section(
+        partial(gpu_sections.bits, name="CUDA graphs", more=[GRAPHS], again=False), 70, gpu_only=True
+    ),
+    "bits, compiled blocks": Section(
+        partial(gpu_sections.bits, name="compiled blocks", more=[COMPILED], again=False), 90, gpu_only=True
+    ),
+    "fp8": Section(gpu_sections.fp8, 90),
+    "runner, compiled blocks and CUDA graphs": Section(
+        partial(gpu_sections.steps, name="runner, compiled blocks and CUDA graphs", more=[COMPILED, GRAPHS]),
+        75,
+        gpu_only=True,
+    ),
+}
 
-    def close(self, status: str) -> None:
-        """Do nothing."""
+
+class Found(NamedTuple):
+    """What the sections have found so far."""
+
+    rows: list[Row]
+    figures: dict[str, Any]
 
 
 def main() -> None:
-    """Run every check that the time allows; a check that fails is a row, not the end."""
-    began = time.perf_counter()
+    """Run every section that the time allows; print and keep one table; exit with 1 if a goal was missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all sections together")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, help="sections to run; default: all")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.section:
+        SECTIONS[asked.section].measure(gpu_sections.Report(asked.report))
+        return
+    sys.exit(_run_all(asked.only or list(SECTIONS), budget_s=asked.budget, results=asked.results))
+
+
+def _run_all(names: Sequence[str], *, budget_s: float, results: Path) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` below comes to pass
+    deadline, load = time.perf_counter() + budget_s, load_average()
     shutil.rmtree(FOLDER / "gpu", ignore_errors=True)
-    rows: list[Row] = []
-    for name, check in _checks().items():
-        left = BUDGET_S - (time.perf_counter() - began)
-        if left < 0:
-            rows.append(Row(f"{name}: left out, the time is up", float("nan"), ""))
-            continue
-        start = time.perf_counter()
+    found = Found([], {})
+    try:
+        for name in names:
+            began = time.perf_counter()
+            _run_section(name, found, left_s=deadline - began)
+            print(f"[{time.perf_counter() - began:.0f} s] {name}", flush=True)
+            save(_name(), found.rows, load=load, folder=results)
+    finally:
+        found.rows.extend(_attempt(lambda: _compared(found.figures)))
+        save(_name(), found.rows, load=load, folder=results)
+        print(f"\n{table(found.rows)}\n\n{_where()}", flush=True)
+        shutil.rmtree(FOLDER / "gpu", ignore_errors=True)
+    return int(any(row.must is not None and not row.value <= row.must for row in found.rows))
+
+
+def _run_section(name: str, found: Found, *, left_s: float) -> None:
+    """Run one section in a process of its own; a failure, or a limit reached, is a row."""
+    section = SECTIONS[name]
+    if section.gpu_only and not gpu_sections.on_gpu():
+        found.rows.append(Row(f"{name}: left out", NAN, "", how="needs a GPU"))
+        return
+    if left_s < 5:
+        found.rows.append(Row(f"{name}: left out", NAN, "", 0, 0, "the time is up"))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        problem = _outcome(name, report, limit_s=min(section.limit_s, left_s))
+        for line in report.read_text(encoding="utf-8").splitlines() if report.exists() else ():
+            _take(line, found)
+    if problem is not None:
+        found.rows.append(Row(f"{name}: failed", NAN, "", 0, 0, problem))
+
+
+def _outcome(name: str, report: Path, *, limit_s: float) -> str | None:
+    """Return why the section ended early, or None."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--section", name, "--report", str(report)]
+    with tempfile.TemporaryFile() as said:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True)
         try:
-            rows += check()
-        except Exception as error:
-            traceback.print_exc()
-            rows.append(
-                Row(f"{name}: failed", float("nan"), "", 0, 0, f"{type(error).__name__}: {error}"[:200])
-            )
-        print(f"[{time.perf_counter() - start:.0f} s] {name}", flush=True)
-        if ON_GPU:
-            torch.cuda.empty_cache()
-    where = torch.cuda.get_device_name() if ON_GPU else "CPU, tiny sizes"
-    save(f"gpu_check-{DEVICE.type}", rows, load=load_average())
-    print(f"\n{where}, torch {torch.__version__}\n\n{table(rows)}")
-    shutil.rmtree(FOLDER / "gpu", ignore_errors=True)
+            code = child.wait(timeout=limit_s)
+            problem = f"exit {code}: " if code else None
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {limit_s:.0f} s: "
+        finally:
+            _end(child)
+        said.seek(0)
+        text = said.read().decode(errors="replace").strip()
+    if problem is None:
+        return None
+    print(f"--- {name}\n{text[-4000:]}\n---", file=sys.stderr, flush=True)
+    return problem + " ".join(text.splitlines()[-1:])[:300].replace("|", "/")
 
 
-def _checks() -> dict[str, Callable[[], list[Row]]]:
-    return {
-        "kernel parity": lambda: gpu_parity.measure(DEVICE),
-        "speed and syncs": _speed,
-        "bits": lambda: exactness.measure(("S",) if ON_GPU else ("tiny",), threads=1, compare_threads=False),
-        "checkpoint": _checkpoint,
-    }
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a section and all that it started."""
+    if child.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    try:
+        child.wait(timeout=10)
+    except subprocess.TimeoutExpired:  # stuck in the driver: leave it behind, the table matters more
+        print("a process of a section cannot be ended", file=sys.stderr)
 
 
-def _speed() -> list[Row]:
-    """Compare the runner, eager and compiled blocks, with bare loops."""
-    ours = {
-        "runner": _runner_ms([]),
-        **({"runner, compiled blocks": _runner_ms(["run.compile=blocks"])} if ON_GPU else {}),
-    }
-    loops = {
-        "torch eager": _loop_ms(fused=True, compiled=False),
-        **({"torch.compile": _loop_ms(fused=True, compiled=True)} if ON_GPU else {}),
-        "nanoGPT-style": _loop_ms(fused=ON_GPU, compiled=ON_GPU, read_loss=True),
-    }
-    tokens = SPEED.batch * SPEED.seq_len
-    peak = peak_tflops(torch.cuda.get_device_name(), "bf16") if ON_GPU else -1.0
+def _take(line: str, found: Found) -> None:
+    try:
+        content = json.loads(line)
+    except ValueError:  # cut off in the middle
+        return
+    if "row" in content:
+        found.rows.append(Row(**content["row"]))
+    else:
+        name, value = content["figure"]
+        found.figures[name] = value
+
+
+def _attempt(make: Callable[[], list[Row]]) -> list[Row]:
+    try:
+        return make()
+    except Exception as error:
+        traceback.print_exc()
+        return [Row("comparisons: failed", NAN, "", 0, 0, f"{type(error).__name__}: {error}"[:300])]
+
+
+def _compared(figures: dict[str, Any]) -> list[Row]:
+    """Return what follows from several sections: ratios of times, losses and bits beside the eager run's."""
+    times = {name.removeprefix("ms "): ms for name, ms in figures.items() if name.startswith("ms ")}
+    loops = [name for name in times if not name.startswith("runner")]
+    ours = {name: ms for name, ms in times.items() if name not in (*loops, "runner, fp8")}
     rows = []
-    syncs = {name: probe.syncs for name, (_, probe) in ours.items()}
-    for name, found in syncs.items():
-        how = "of four steps; " + "; ".join(sorted(set(found))[:4]) if ON_GPU else "no GPU: nothing to count"
-        rows.append(Row(f"{name}: host syncs outside readback", float(len(found)), "", 0, 0, how))
-    times = {**{name: ms for name, (ms, _) in ours.items()}, **loops}
-    best = min(ours, key=lambda name: times[name])
     for name, ms in times.items():
-        share = SPEED.flops / ms / 1e9 / peak if peak > 0 else -1.0
-        how = f"{ms:.2f} ms a step" + (f", MFU {100 * share:.1f} %" if peak > 0 else "")
-        rows.append(Row(f"{name}: speed", tokens / ms * 1e3, "tokens/s", how=how))
-    for name, ms in loops.items():
-        rows.append(Row(f"{best}: step / {name}", times[best] / ms, "x", *_goal(1.0, 0.95)))
+        if name in loops:
+            goals = (1.0, 0.95) if gpu_sections.on_gpu() else (None, None)
+            best = min(ours, key=lambda which: ours[which], default=None)
+            rows += [Row(f"{best}: step / {name}", ours[best] / ms, "x", *goals)] if best else []
+    eager = figures.get("losses runner", [])
+    for name, losses in figures.items():
+        which = name.removeprefix("losses ")
+        if name.startswith("losses ") and which != "runner" and eager:
+            worst = max(abs(a - b) / abs(b) for a, b in zip(losses, eager, strict=True))
+            exact = which == "runner, CUDA graphs"
+            goals = (0, 0) if exact else (0.02, 0.01)
+            rows.append(Row(f"{which}: losses / eager - 1", worst, "", *goals, f"of {len(eager)} steps"))
+    if {"bits runner", "bits CUDA graphs"} <= figures.keys():
+        differ = float(figures["bits runner"] != figures["bits CUDA graphs"])
+        rows.append(Row("CUDA graphs and eager: bits differ", differ, "", 0, 0, "losses and weights"))
     return rows
 
 
-def _arguments(root: Path, *, steps: int) -> list[str]:
-    arguments = overrides(SPEED, precision="auto", threads=1, steps=steps, root=root)
-    arguments.remove("logger.wandb.mode=offline")
-    return [*arguments, "logger=[llmc,jsonl]"]
+def _name() -> str:
+    return f"gpu_check-{gpu_sections.scale().device.type}"
 
 
-def _runner_ms(more: list[str]) -> tuple[float, Probe]:
-    """Return the median step of a real session and what was seen in it."""
-    folder = FOLDER / "gpu" / f"speed{len(more)}"
-    s = session([*_arguments(folder.parent, steps=WARM + TIMED + 6), *more], folder=folder)
-    probe = s.emitter.loggers["probe"] = Probe()
-    train(s)
-    return _finish(s, probe)
+def _where() -> str:
+    import torch
 
-
-def _finish(s: Any, probe: Probe) -> tuple[float, Probe]:
-    s.stream.close()
-    s.store.close()
-    s.emitter.close("finished")
-    s.engine.close()
-    torch.set_deterministic_debug_mode("default")
-    steps = [1e3 * (b - a) for a, b in zip(probe.stamps, probe.stamps[1:], strict=False)]
-    return statistics.median(steps[WARM + 5 :]), probe  # behind the steps in which syncs were counted
-
-
-def _loop_ms(*, fused: bool, compiled: bool, read_loss: bool = False) -> float:
-    """Return the median step of a bare bf16 loop; `read_loss` each step, as nanoGPT's log line does."""
-    torch.manual_seed(0)
-    model: Any = PlainModel(SPEED).to(DEVICE)
-    optimizer = torch.optim.AdamW(decayed(model), lr=6e-4, betas=(0.9, 0.95), fused=fused)
-    parameters = list(model.parameters())
-    model = torch.compile(model) if compiled else model
-    batches = _on_device(random_windows(SPEED))
-    stamps = []
-    for _ in range(WARM + TIMED):
-        x, y = next(batches)
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            loss = model(x, y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if read_loss:
-            loss.item()
-        elif ON_GPU:
-            torch.cuda.current_stream().synchronize()
-        stamps.append(time.perf_counter())
-    return statistics.median(1e3 * (b - a) for a, b in zip(stamps[WARM:], stamps[WARM + 1 :], strict=False))
-
-
-def _on_device(draw: Callable[[], Any]) -> Iterator[Any]:
-    while True:
-        x, y = draw()
-        if ON_GPU:
-            x, y = (t.pin_memory().to(DEVICE, non_blocking=True) for t in (x, y))
-        yield x, y
-
-
-def _checkpoint() -> list[Row]:
-    """Save every eighth step; compare the time that training lost with a step."""
-    folder = FOLDER / "gpu" / "checkpoint"
-    arguments = _arguments(folder.parent, steps=WARM + 24)
-    arguments.remove("checkpoint.every=0")
-    s = session([*arguments, "checkpoint.every=8", "checkpoint.keep=1"], folder=folder)
-    probe = s.emitter.loggers["probe"] = Probe()
-    train(s)
-    usual, _ = _finish(s, probe)
-    blocked = statistics.median(saved.blocked_ms for saved in probe.saved[:-1])
-    size = probe.saved[0].bytes / 1e9
-    how = f"{size:.2f} GB; blocked {blocked:.1f} ms, a step {usual:.1f} ms"
-    return [Row("checkpoint: stall / a step", blocked / usual, "x", *_goal(1.0, 0.1), how)]
-
-
-def _goal(must: float, want: float) -> tuple[float | None, float | None]:
-    """Return a goal of a GPU; tiny sizes on a CPU have none."""
-    return (must, want) if ON_GPU else (None, None)
+    gpu = gpu_sections.on_gpu()
+    return f"{torch.cuda.get_device_name() if gpu else 'CPU, tiny sizes'}, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ class Row(NamedTuple):
     how: str = ""
 
 
-def save(name: str, rows: Sequence[Row], *, load: float) -> None:
-    """Write the rows of a benchmark to `results/<name>.json`; `load` was measured before it began."""
-    RESULTS.mkdir(exist_ok=True)
+def save(name: str, rows: Sequence[Row], *, load: float, folder: Path = RESULTS) -> None:
+    """Write the rows of a benchmark to `<folder>/<name>.json`; `load` was measured before it began."""
+    folder.mkdir(parents=True, exist_ok=True)
     document = {
         "benchmark": name,
         "time": time.strftime("%Y-%m-%d %H:%M"),
@@ -37,7 +37,7 @@ def save(name: str, rows: Sequence[Row], *, load: float) -> None:
         "quiet": load < QUIET,
         "rows": [row._asdict() for row in rows],
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def stored() -> list[str]:

@@ -17,6 +17,7 @@ from runner.blocks import settle_blocks
 from runner.checkpoint.folder import done_steps
 from runner.checkpoint.store import Store
 from runner.config import MULTIPLE, build, trusted
+from runner.cuda_graphs import graphs_of
 from runner.curvature import curvature_of
 from runner.emit import Emitter
 from runner.forensics import Forensics
@@ -73,7 +74,7 @@ def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
     where = {"micro_batch": plan.rows, "seq_len": plan.seq_len, "rank": rank, "world": world}
     meter = _meter(make, config, network, engine, numbers)
     outlier, inject = make(config["outlier"]), make(config["debug"], this_rank=rank)
-    autocast = precision.autocast(device)
+    autocast, generators = precision.autocast(device), Generators(device=device)
     several = {group: {n: make(e) for n, e in (config[group] or {}).items() if e} for group in MULTIPLE}
     return Session(
         dir=dir,
@@ -83,6 +84,9 @@ def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
         stream=data.train(**where, device=device, seed=run["seed"]),
         model=model,
         engine=engine,
+        graphs=graphs_of(
+            device, wanted=run["cuda_graphs"], accumulate=plan.accumulate, untouched=generators.untouched
+        ),
         optimizer=optimizer,
         curvature=curvature_of(optimizer),
         scheduler=_scheduler(make, config, tokens=plan.tokens),
@@ -90,7 +94,7 @@ def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
         outlier=outlier,
         autocast=autocast,
         rng=rng,
-        generators=Generators(device=device),
+        generators=generators,
         meter=meter,
         readback=Readback(functools.partial(_timing, meter, plan), device=device),
         evaluators=several["evaluate"],
@@ -214,6 +218,7 @@ def _identity(network: nn.Module, numbers: dict[str, str], engine: Engine, run: 
         "deterministic": run["deterministic"],
         "compile": run["compile"],
         "world": engine.world,
+        **({"cuda_graphs": True} if run["cuda_graphs"] else {}),
     }
     return Identity({"kind": kind, **header()}, env)
 

@@ -31,8 +31,9 @@ def settle_blocks(model: nn.Module, *, compile: Literal[False, "blocks"], checkp
         )
     for block in blocks:
         plain: Forward = block.forward
-        # One shape per run, and the same one in every block: one compilation for all of them.
-        trained: Forward = torch.compile(plain, dynamic=False) if compile else plain
+        # One shape per run, and the same one in every block: one compilation for all of them. A break in
+        # the graph is an error, since it would cost what compiling is to gain without a word.
+        trained: Forward = torch.compile(plain, dynamic=False, fullgraph=True) if compile else plain
         if checkpoint:
             trained = functools.partial(_checkpointed, trained)
         block.forward = functools.partial(_run, block, trained, plain)

@@ -8,6 +8,8 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
+from runner import native
+
 
 def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> Tensor:
     """Return the factor [] that brings a gradient of global norm `norm` down to `max_norm`.
@@ -22,6 +24,9 @@ def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> T
         raise ValueError(
             f"clip.max_norm={max_norm} must be greater than 0: null (clip=none) turns clipping off"
         )
+    if norm.is_cuda and (kernels := native.triton_kernels()) is not None:
+        factor: Tensor = kernels.clip_factor(norm, max_norm=max_norm)
+        return factor
     # A tensor, because torch computes `number / tensor` as number * (1 / tensor): another last bit.
     limit = torch.full_like(norm, max_norm)
     return torch.where(norm > limit, limit / norm, 1.0)

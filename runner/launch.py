@@ -36,6 +36,7 @@ class Run:
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     deterministic: bool = True
     compile: Literal[False, "blocks"] = False
+    cuda_graphs: bool = False
     overwrite: bool = False
     trust: list[str] = field(default_factory=list)
     plot: bool = True

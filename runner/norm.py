@@ -80,7 +80,7 @@ class ChunkSums:
         """Return the sums [chunks] float64 of what the gradient holds now; the buffer is reused."""
         on_cpu = self._gradient.device.type == "cpu"
         kernel = _kernel() if on_cpu else None
-        kernels = None if on_cpu else native.triton_kernels()
+        kernels = native.triton_kernels() if self._gradient.is_cuda else None
         if kernels is not None:
             return self._sum_by_triton(kernels)
         if kernel is None:
@@ -105,33 +105,49 @@ class ChunkSums:
         )
 
     def _sum_by_torch(self) -> None:
+        for at, starts, length in self._groups:
+            rows = [self._gradient[start : start + length] for start in starts]
+            self.sums.index_copy_(0, at, square_sums(torch.stack(rows)))
+
+    def _sum_by_triton(self, kernels: Any) -> Tensor:
+        first, length, starts, longest, sums = self._blocks
+        kernels.block_sums(self._gradient, first=first, length=length, out=sums, block=BLOCK, lanes=LANES)
+        kernels.row_sums(sums, starts=starts, longest=longest, out=self.sums)
+        return self.sums
+
+    @functools.cached_property
+    def _groups(self) -> list[tuple[Tensor, list[int], int]]:
+        """Chunks of one length that are summed at a time: their numbers, first elements and length."""
+        groups = []
         for length in sorted(set(self._length.tolist())):
             alike = np.flatnonzero(self._length == length)
             for some in np.array_split(alike, -(-len(alike) * max(length, 1) // _AT_ONCE)):
-                rows = [self._gradient[at : at + length] for at in self._offset[some].tolist()]
-                self.sums[torch.from_numpy(some).to(self.sums.device)] = square_sums(torch.stack(rows))
-
-    def _sum_by_triton(self, kernels: Any) -> Tensor:
-        first, length, at, most = self._blocks
-        device = self._gradient.device
-        lanes = torch.empty(len(first), LANES, dtype=torch.float64, device=device)
-        kernels.lane_sums(self._gradient, first=first, length=length, out=lanes, block=BLOCK)
-        padded = torch.zeros(len(self._chunks) * most, dtype=torch.float64, device=device)
-        padded[at] = fold(lanes)
-        return fold(padded.view(len(self._chunks), most))
+                at = torch.from_numpy(some).to(self.sums.device)
+                groups.append((at, self._offset[some].tolist(), length))
+        return groups
 
     @functools.cached_property
-    def _blocks(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """First element and length of every block, and where its sum goes in [chunks, most blocks]."""
+    def _blocks(self) -> _Blocks:
         counts = np.maximum(1, -(-self._length // BLOCK))
-        most = int(counts.max())
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         chunk = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+        number = np.arange(len(chunk)) - starts[chunk]
         first = self._offset[chunk] + number * BLOCK
         length = np.minimum(BLOCK, self._length[chunk] - number * BLOCK)
         device = self._gradient.device
-        first, length, at = (torch.from_numpy(x).to(device) for x in (first, length, chunk * most + number))
-        return first, length, at, most
+        plan = [torch.from_numpy(x).to(device) for x in (first, length, starts)]
+        sums = torch.zeros(len(chunk), dtype=torch.float64, device=device)
+        return _Blocks(plan[0], plan[1], plan[2], int(counts.max()), sums)
+
+
+class _Blocks(NamedTuple):
+    """The blocks of all chunks, for a GPU's kernels."""
+
+    first: Tensor  # element of each block
+    length: Tensor
+    starts: Tensor  # [chunks + 1], the first block of each chunk
+    longest: int  # blocks of a chunk
+    sums: Tensor  # scratch
 
 
 def fold(x: Tensor) -> Tensor:
@@ -159,7 +175,9 @@ def square_sums(rows: Tensor) -> Tensor:
 def norm_of(sums: Tensor) -> Tensor:
     """Return the norm [] fp32 of all chunk sums in order; inf where it leaves fp32, nan stays nan."""
     if sums.device.type != "cpu":
-        return fold(sums).sqrt().to(torch.float32)
+        kernels = native.triton_kernels() if sums.is_cuda else None
+        on_device: Tensor = fold(sums).sqrt().to(torch.float32) if kernels is None else kernels.norm(sums)
+        return on_device
     root = math.sqrt(_fold_on_host(sums.numpy()))
     return torch.tensor(root, dtype=torch.float64).to(torch.float32)
 

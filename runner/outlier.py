@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
+from runner import native
 from runner.api import State, Verdict
+from runner.zscore_device import running_z, two_pass_z
 from runner.zscore_host import Window, judge, reason_of, window_of
 
 _NAN, _INF = math.nan, math.inf
@@ -52,6 +54,7 @@ class ZScore:
         # Rows: loss, norm and their squares. Unused places hold 0, which the sums can drop unharmed.
         self._ring = torch.zeros(4, window, dtype=torch.float64)
         self._sums = torch.zeros(4, dtype=torch.float64)
+        self._width = torch.tensor([window], dtype=torch.float64)
         self._seen = torch.zeros(1, dtype=torch.int64)
         self._limits = torch.tensor([max_loss_z or _INF, max_norm_z or _INF], dtype=torch.float32)
         self._bits = torch.tensor([1, 2, 4, 8])  # loss finite, norm finite, loss over, norm over
@@ -60,12 +63,21 @@ class ZScore:
     def __call__(self, loss: Tensor, norm: Tensor) -> Verdict:
         """Judge one step; `loss` and `norm` are the global mean loss [] and gradient norm []."""
         self._move(loss.device)
-        fast = loss.device.type == "cpu" and not self.robust
-        return judge(loss, norm, window=self._host_window) if fast else self._on_device(loss, norm)
+        if loss.device.type == "cpu" and not self.robust:
+            return judge(loss, norm, window=self._host_window)
+        kernels = native.triton_kernels() if loss.is_cuda else None
+        if kernels is None or (self.robust and self.window > kernels.WIDTH):
+            return self._on_device(loss, norm)
+        return self._by_triton(kernels, loss, norm)
 
     @functools.cached_property
     def _host_window(self) -> Window:
         return window_of(self._ring, self._sums, self._seen, limits=self._limits)
+
+    def _by_triton(self, kernels: Any, loss: Tensor, norm: Tensor) -> Verdict:
+        state = {"ring": self._ring, "sums": self._sums, "seen": self._seen, "limits": self._limits}
+        verdict: Verdict = kernels.judge_by_z(loss.detach(), norm.detach(), **state, robust=self.robust)
+        return verdict
 
     def _on_device(self, loss: Tensor, norm: Tensor) -> Verdict:
         values = torch.stack((loss.detach(), norm.detach())).double()
@@ -74,7 +86,11 @@ class ZScore:
         slot = self._seen.remainder(self.window)
         old = self._ring.index_select(1, slot).squeeze(1)
         sums = self._sums - old + entry
-        z = self._two_pass_z(values, slot) if self.robust else self._running_z(values, sums)
+        if self.robust:
+            window = self._ring[:2].index_copy(1, slot, values.unsqueeze(1))
+            z = two_pass_z(values, window, width=self._width)
+        else:
+            z = running_z(values, sums, width=self._width)
         z.masked_fill_(self._seen < self.window, _NAN)
         narrow = z.float()  # llm.c compares float32; an infinite z does not count
         over = (narrow > self._limits).logical_and_(narrow < _INF)
@@ -107,21 +123,10 @@ class ZScore:
         self._sums.copy_(state["sums"])
         self._seen.copy_(state["seen"])
 
-    def _running_z(self, values: Tensor, sums: Tensor) -> Tensor:
-        mean, mean_square = (sums / float(self.window)).view(2, 2).unbind()
-        std = _sqrt(mean_square - mean * mean)
-        return ((values - mean) / std).masked_fill_(std == 0, 0.0)
-
-    def _two_pass_z(self, values: Tensor, slot: Tensor) -> Tensor:
-        window = self._ring[:2].index_copy(1, slot, values.unsqueeze(1))
-        mean = window.mean(1)
-        std = _sqrt((window - mean.unsqueeze(1)).square().mean(1))
-        return ((values - mean) / std).masked_fill_(std == 0, 0.0)
-
     def _move(self, device: torch.device) -> None:
         if self._ring.device == device:
             return
-        for name in ("_ring", "_sums", "_seen", "_limits", "_bits", "_reasons"):
+        for name in ("_ring", "_sums", "_width", "_seen", "_limits", "_bits", "_reasons"):
             setattr(self, name, getattr(self, name).to(device))
 
 
@@ -186,6 +191,9 @@ class Finite:
         self.max_consecutive_skips = max_consecutive_skips
 
     def __call__(self, loss: Tensor, norm: Tensor) -> Verdict:
+        if loss.is_cuda and (kernels := native.triton_kernels()) is not None:
+            verdict: Verdict = kernels.judge_finite(loss.detach(), norm.detach())
+            return verdict
         reason = _non_finite(loss, norm)
         nan = torch.full_like(reason, _NAN, dtype=torch.float64)
         return Verdict(reason == 0, nan, nan, reason)
@@ -224,18 +232,6 @@ def _non_finite(loss: Tensor, norm: Tensor) -> Tensor:
     bad_loss = loss.detach().isfinite().logical_not_()
     bad_norm = norm.detach().isfinite().logical_not_()
     return bad_loss + 2 * bad_norm  # int64, the first two bits of REASONS
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """Return IEEE square roots [n] in float64, NaN for negatives.
-
-    On CPUs `torch.sqrt` comes from a vector library that misses the last bit of 1.3 % of all float64
-    values; the Cholesky factor of a 1x1 matrix is the processor's own, correctly rounded root.
-    """
-    if x.device.type != "cpu":
-        return torch.sqrt(x)
-    root: Tensor = torch.linalg.cholesky_ex(x.view(-1, 1, 1)).L.view(-1)
-    return root.masked_fill_(x < 0, _NAN)
 
 
 def _check_window(state: State, *, shape: torch.Size, kind: str) -> None:

@@ -19,6 +19,7 @@ def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
         ("model",): _model,
         ("scheduler", "train", "parallel"): _schedule,
         ("data", "train", "model", "parallel"): _data,
+        ("run", "train", "model", "precision", "parallel", "debug"): _graphs,
     }
     return [line for groups, rule in rules.items() if not set(groups) & set(wrong) for line in rule(config)]
 
@@ -108,3 +109,24 @@ def _data(config: Config) -> Iterator[str]:
         world=processes(config),
         vocab_size=config["model"].get("vocab_size"),
     )
+
+
+def _graphs(config: Config) -> Iterator[str]:
+    """What a CUDA graph, which repeats one process's device work blindly, cannot hold."""
+    run, train, parallel, debug = (config[group] for group in ("run", "train", "parallel", "debug"))
+    if not run["cuda_graphs"]:
+        return
+    obstacles = {
+        "run.device=cpu": run["device"] == "cpu",
+        f"{processes(config)} processes, whose gradients travel during the pass": processes(config) > 1,
+        "parallel=fsdp": str(parallel["_target_"]).endswith(".Fsdp"),
+        "parallel.reduce=canonical": parallel.get("reduce") == "canonical",
+        "train.checkpoint_blocks=true": train["checkpoint_blocks"],
+        f"model.dropout={config['model'].get('dropout')}": config["model"].get("dropout"),
+        "precision.mode=fp8": config["precision"].get("mode") == "fp8",
+        "debug.nan_loss_at": debug.get("nan_loss_at"),
+        "debug.spike_loss_at": debug.get("spike_loss_at"),
+    }
+    for what, present in obstacles.items():
+        if present:
+            yield f"run.cuda_graphs: a graph cannot hold {what}; change it, or set run.cuda_graphs=false"

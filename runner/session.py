@@ -28,6 +28,7 @@ from runner.api import (
     View,
 )
 from runner.checkpoint.store import Store
+from runner.cuda_graphs import Graphs
 from runner.curvature import Curvature
 from runner.emit import Emitter
 from runner.forensics import Forensics
@@ -106,6 +107,7 @@ class Session:
     stream: Stream
     model: nn.Module
     engine: Engine
+    graphs: Graphs | None
     optimizer: Optimizer
     curvature: Curvature
     scheduler: Scheduler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,6 +10,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
+from runner.api import Batch
 from runner.update import update
 
 if TYPE_CHECKING:
@@ -84,20 +86,27 @@ def accumulate_gradients(s: Session) -> Tensor:
     share = s.plan.accumulate
     with s.pace.alone():
         s.inject.step(s.progress.step)
-        s.engine.zero_grad()
         for i in range(share):
-            losses.append(micro_batch(s, last=i == share - 1))
+            losses.append(micro_batch(s, first=i == 0, last=i == share - 1))
     s.engine.finish_gradient_sync()
     s.inject.gradients(s.progress.step, s.engine)
     mean = torch.stack(losses).double().mean() if share > 1 else losses[0]
     return s.engine.mean(mean).float()
 
 
-def micro_batch(s: Session, *, last: bool) -> Tensor:
-    """Add one micro-batch's share to the gradient; return its loss []."""
+def micro_batch(s: Session, *, first: bool, last: bool) -> Tensor:
+    """Add one micro-batch's share to the gradient, which the first begins; return its loss []."""
     batch = s.stream.next()
     s.forensics.saw(s.stream)
     s.rng.micro_step()
+    run = functools.partial(forward_backward, s)
+    return run(batch, first=first, last=last) if s.graphs is None else s.graphs(run, batch, first=first)
+
+
+def forward_backward(s: Session, batch: Batch, *, first: bool, last: bool) -> Tensor:
+    """Run one pass; this is all that a CUDA graph holds."""
+    if first:
+        s.engine.zero_grad()
     share = s.plan.accumulate
     with s.engine.micro_batch(last=last):
         with s.autocast():

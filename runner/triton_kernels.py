@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The update, the norm and llm.c's stream on a GPU: the same bits as their torch definitions.
+"""The update, the norm, the guard and llm.c's stream on a GPU: the same bits as their torch definitions.
 
 Import this module only where Triton is installed (`native.triton_kernels`). Every kernel is launched
 with `enable_fp_fusion=False`: Triton would otherwise contract a * b + c where the definition rounds twice.
@@ -16,6 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.optimizer.reference import Part
+from runner.triton_guard import WIDTH as WIDTH
+from runner.triton_guard import clip_factor as clip_factor
+from runner.triton_guard import fold
+from runner.triton_guard import judge_by_z as judge_by_z
+from runner.triton_guard import judge_finite as judge_finite
+from runner.triton_guard import norm as norm
+from runner.triton_guard import row_sums as row_sums
+from runner.triton_ieee import divide, square_root
 
 ELEMENTS = 1024  # of one program of the update
 
@@ -53,9 +61,9 @@ def adamw_kernel(
     v = _lerp(tl.load(scalars_ptr + 2), tl.load(v_ptr + at, mask=mask, other=0.0), g * g)
     tl.store(m_ptr + at, m, mask=mask)
     tl.store(v_ptr + at, v, mask=mask)
-    m_hat = tl.math.div_rn(m, tl.load(scalars_ptr + 3) + tl.zeros_like(m))
-    v_hat = tl.math.div_rn(v, tl.load(scalars_ptr + 4) + tl.zeros_like(v))
-    ratio = tl.math.div_rn(m_hat, tl.math.sqrt_rn(v_hat) + tl.load(scalars_ptr + 5))
+    m_hat = divide(m, tl.load(scalars_ptr + 3) + tl.zeros_like(m))
+    v_hat = divide(v, tl.load(scalars_ptr + 4) + tl.zeros_like(v))
+    ratio = divide(m_hat, square_root(v_hat) + tl.load(scalars_ptr + 5))
     old = _exact(param_ptr + to, master_ptr + at, mask, HALF, MASTER)
     new = old - tl.load(scalars_ptr) * (ratio + decay * old)
     if MASTER:
@@ -112,8 +120,8 @@ def _round(x, noise):
 
 
 @triton.jit
-def lane_sums_kernel(x_ptr, first_ptr, length_ptr, out_ptr, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """Sum the squares of one block into its lanes, each lane in order."""
+def block_sums_kernel(x_ptr, first_ptr, length_ptr, out_ptr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Sum the squares of one block into its lanes, each lane in order, and fold the lanes."""
     block = tl.program_id(0)
     first, length = tl.load(first_ptr + block), tl.load(length_ptr + block)
     lane = tl.arange(0, LANES)
@@ -122,7 +130,7 @@ def lane_sums_kernel(x_ptr, first_ptr, length_ptr, out_ptr, LANES: tl.constexpr,
         i = row * LANES + lane
         x = tl.load(x_ptr + first + i, mask=i < length, other=0.0).to(tl.float64)
         sums += x * x
-    tl.store(out_ptr + block.to(tl.int64) * LANES + lane, sums)
+    tl.store(out_ptr + block, fold(sums, LANES))
 
 
 @triton.jit
@@ -181,10 +189,9 @@ def adamw(parts: Sequence[Part], *, scalars: Tensor, scale: Tensor, seeds: Tenso
         )
 
 
-def lane_sums(flat: Tensor, *, first: Tensor, length: Tensor, out: Tensor, block: int) -> None:
-    """Write the lane sums of every block (int64 `first`, `length` [blocks]) to `out` [blocks, lanes]."""
-    lanes = out.shape[1]
-    lane_sums_kernel[(len(first),)](
+def block_sums(flat: Tensor, *, first: Tensor, length: Tensor, out: Tensor, block: int, lanes: int) -> None:
+    """Write each block's sum of squares (int64 `first`, `length` [blocks]) to `out` [blocks] float64."""
+    block_sums_kernel[(len(first),)](
         flat, first, length, out, LANES=lanes, ROWS=block // lanes, num_warps=1, enable_fp_fusion=False
     )
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.triton_programs import run
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def run(script: str, *, interpret: bool, tmp_path: Path) -> str:
-    """Run a program of its own: Triton decides at import whether it interprets."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    env |= {"TRITON_INTERPRET": "1" if interpret else "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=200
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 INTERPRETED = """
@@ -114,7 +101,7 @@ for half in (False, True):
     print(ptx(k.adamw_kernel, types | {"param_ptr": "*i16" if half else "*fp32"}, constants))
 print("### norm")
 types = {"x_ptr": "*fp32", "first_ptr": "*i64", "length_ptr": "*i64", "out_ptr": "*fp64"}
-print(ptx(k.lane_sums_kernel, types, {"LANES": 32, "ROWS": 64}))
+print(ptx(k.block_sums_kernel, types, {"LANES": 32, "ROWS": 64}))
 print("### draws")
 types = {"state_ptr": "*i64", "seeds_ptr": "*i32", "apply_ptr": "*u8", "pending": "i32", "count": "i32"}
 print(ptx(k.draws_kernel, types, {}))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HOT = ("train", "update", "outlier", "clip")
+HOT = ("train", "update", "outlier", "clip", "cuda_graphs", "zscore_device", "triton_kernels", "triton_guard")
 READS = {"item", "tolist", "cpu", "numpy"}
 
 # What each layer may import of this package; a layer may always import itself.

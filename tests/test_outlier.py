@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner import outlier
+from runner import outlier, zscore_device
 from runner.api import REASONS
 from runner.outlier import Finite, Median, Off, ZScore
 
@@ -102,8 +102,10 @@ def test_no_score_before_the_window_is_full_and_one_right_after():
 
 def test_the_root_is_correctly_rounded():
     x = np.random.default_rng(0).lognormal(0, 20, 20000)
-    assert (outlier._sqrt(torch.from_numpy(x)).numpy() == np.sqrt(x)).all()
-    assert outlier._sqrt(torch.tensor([0.0, -1.0, math.inf], dtype=torch.float64)).isnan().tolist() == [
+    assert (zscore_device.square_root(torch.from_numpy(x)).numpy() == np.sqrt(x)).all()
+    assert zscore_device.square_root(
+        torch.tensor([0.0, -1.0, math.inf], dtype=torch.float64)
+    ).isnan().tolist() == [
         False,
         True,
         False,
