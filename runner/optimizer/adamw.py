@@ -116,5 +116,7 @@ class AdamW:
         """Return lr, both betas, their corrections 1 - beta^t in fp32 and eps on the device, as [6]."""
         one, t = np.float32(1), step + 1
         corrections = (one - np.float32(float(beta) ** t) for beta in self._betas)
-        values = np.array([lr, *self._betas, *corrections, self._eps], dtype=np.float32)
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        values = torch.from_numpy(np.array([lr, *self._betas, *corrections, self._eps], dtype=np.float32))
+        if self._device.type == "cuda":
+            values = values.pin_memory()  # a copy from elsewhere may wait for the device
+        return values.to(self._device, non_blocking=True)
