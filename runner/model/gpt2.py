@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.init import STD, normal_, residual_std
 from runner.model.layers import Kernels, Linear, add_layer_norm, gelu, layer_norm
+from runner.model.linear import linear
 from runner.model.loss import head_loss
 from runner.model.tie import Tie, embedding, tie_of
 
@@ -52,7 +53,8 @@ class Block(nn.Module):
         super().__init__()
         C = width
         self.heads, self.dropout, self.kernels = heads, dropout, kernels
-        self.linear: Linear = F.linear  # the run's precision may put another in its place
+        # The run's precision may put another in its place.
+        self.linear: Linear = linear if kernels == "fast" else F.linear
         self.ln1w = nn.Parameter(torch.ones(C))
         self.ln1b = nn.Parameter(torch.zeros(C))
         self.qkvw = nn.Parameter(torch.zeros(3 * C, C))

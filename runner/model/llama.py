@@ -22,6 +22,7 @@ from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.gpt2 import check_length
 from runner.model.init import STD, normal_, residual_std
 from runner.model.layers import Kernels, Linear, add_rms_norm, rms_norm, rotate, swiglu
+from runner.model.linear import linear
 from runner.model.loss import head_loss
 
 
@@ -53,7 +54,8 @@ class LlamaBlock(nn.Module):
         super().__init__()
         C, D = width, width // heads
         self.heads, self.kv_heads, self.norm_eps, self.kernels = heads, kv_heads, norm_eps, kernels
-        self.linear: Linear = F.linear  # the run's precision may put another in its place
+        # The run's precision may put another in its place.
+        self.linear: Linear = linear if kernels == "fast" else F.linear
         self.ln1w = nn.Parameter(torch.ones(C))
         self.qkvw = nn.Parameter(torch.zeros((heads + 2 * kv_heads) * D, C))
         self.qnormw = nn.Parameter(torch.ones(D)) if qk_norm else None

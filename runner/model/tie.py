@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runner.model import compiled, pool
 from runner.model.layers import Kernels, is_fast
+from runner.model.linear import take_main_grad
 
 
 class Head:
@@ -61,10 +62,10 @@ class Tie:
         """Leave the head's gradient and what to multiply it by; the embedding will change it in place."""
         self._head, self._scale = head, scale
 
-    def take(self, *, out: Tensor | None) -> Tensor | None:
-        """Return the gradient (in `out`), or None where the loss took no part in this backward pass."""
+    def take(self, *, wte: Tensor) -> Tensor | None:
+        """Return the gradient of `wte`, or None where the loss took no part in this backward pass."""
         head, self._head = self._head, None
-        return None if head is None else head.spent(self._scale, out=out)
+        return None if head is None else head.spent(self._scale, out=take_main_grad(wte))
 
 
 def tie_of(wte: Tensor, *, kernels: Kernels, training: bool) -> Tie | None:
@@ -94,8 +95,7 @@ class _TiedEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor, None]:
         (tokens,) = ctx.saved_tensors
-        main = getattr(ctx.wte, "main_grad", None)
-        gradient = ctx.tie.take(out=main)
+        gradient = ctx.tie.take(wte=ctx.wte)
         if gradient is None:
             gradient = dx.new_zeros(ctx.wte.shape)
         ids, rows = tokens.flatten(), dx.flatten(0, -2)
@@ -103,4 +103,4 @@ class _TiedEmbedding(torch.autograd.Function):
             compiled.add_rows_(gradient, ids=ids, rows=rows)
         else:
             gradient.index_add_(0, ids, rows.to(gradient.dtype))
-        return None, gradient.detach(), None  # autograd keeps what nobody else refers to, and copies the rest
+        return None, gradient.detach(), None
