@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from runner import native_build
 from runner.cli import ConfigError
 from runner.ranks import Leader, Place, first_to, hear, meet
 
@@ -94,6 +95,7 @@ def launch(config: Config, *, leader: Leader | None = None) -> Outcome:
             from runner.supervise import run_ranks
 
             return run_ranks(config, dir=folder, processes=processes)
+        native_build.begin()
         from runner.job import run_rank
 
         return run_rank(config, dir=folder)
