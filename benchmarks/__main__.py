@@ -5,12 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks import checkpoint, exactness, loader, loggers, peak_memory, peers, roofline, startup, step
-from benchmarks.results import QUIET, Row, load_average, save, stored, table
+from benchmarks import (
+    checkpoint,
+    exactness,
+    loader,
+    loggers,
+    peak_memory,
+    peers,
+    ranks,
+    roofline,
+    startup,
+    step,
+)
+from benchmarks.results import QUIET, RESULTS, Row, load_average, save, stored, table
 
-STEP_TURNS = {"S": 40, "M256": 4, "llama-S": 30, "llama-M256": 3}
+STEP_TURNS = {"S": 40, "M256": 4, "M50k": 2, "L": 2, "L1024": 1, "llama-S": 30, "llama-M256": 3}
 PEER_TURNS = {"S": 30, "M256": 4, "M50k": 2, "L": 2, "L1024": 1}
+RANK_STEPS = {"S": 200, "M256": 20}
 
 
 def main() -> None:
@@ -21,6 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--show", action="store_true", help="print what `results/` holds, measure nothing")
     parser.add_argument("--workloads", nargs="*", help="of step and peers; default: all")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     asked = parser.parse_args()
     if asked.show:
         print("\n\n".join(stored()))
@@ -40,23 +54,29 @@ def main() -> None:
             continue
         load = load_average()
         rows = measure()
-        save(f"{name}-{asked.threads}t", rows, load=load)
+        save(_file(name, asked), rows, load=load, folder=asked.results)
         print(f"\n{name}, load average {load:.1f} before it\n\n{table(rows)}", flush=True)
+
+
+def _file(name: str, asked: argparse.Namespace) -> str:
+    some = "-".join(asked.workloads or []) if name in ("step", "peers", "ranks") else ""
+    return "-".join(part for part in (name, some, f"{asked.threads}t") if part)
 
 
 def _benchmarks(asked: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
     threads, rounds = asked.threads, asked.rounds
     turns = [
-        {name: steps for name, steps in table.items() if not asked.workloads or name in asked.workloads}
-        for table in (STEP_TURNS, PEER_TURNS)
+        {n: table.get(n, 8) for n in asked.workloads} if asked.workloads else table
+        for table in (STEP_TURNS, PEER_TURNS, RANK_STEPS)
     ]
     return {
         "roofline": lambda: roofline.measure(threads=threads),
         "startup": lambda: startup.measure(rounds=rounds, quiet=threads > 1),
         "step": lambda: step.measure(threads=threads, rounds=rounds, steps=turns[0]),
         "peers": lambda: peers.measure(threads=threads, rounds=rounds, steps=turns[1]),
+        "ranks": lambda: ranks.measure(rounds=rounds, steps=turns[2]),
         "memory": peak_memory.measure,
-        "checkpoint": lambda: checkpoint.measure(threads=threads),
+        "checkpoint": lambda: checkpoint.measure(*(asked.workloads or ["L"])[:1], threads=threads),
         "loader": loader.measure,
         "loggers": loggers.measure,
         "exactness": exactness.measure,

@@ -1,6 +1,7 @@
 """What ranks cost and save on one machine: step time, memory of the optimizer's state, the stop flag.
 
-    python benchmarks/ranks.py [steps, default 30] > benchmarks/results/ranks.md
+    python -m benchmarks ranks                                    (two ranks against one process)
+    python -m benchmarks.ranks [steps, default 30] > benchmarks/results/ranks.md   (every way)
 
 The same global batch is trained by one rank and by two (gloo); a pair of runs shares each row's machine
 state, so read the ratios. On fewer cores than ranks x threads two ranks cannot be faster than one.
@@ -16,10 +17,9 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.commands import environment, run  # noqa: E402
+from benchmarks.results import Row
+from benchmarks.workloads import FOLDER, WORKLOADS, overrides
+from tests.commands import environment, run
 
 RUN = [
     *("model.layers=4", "model.heads=4", "model.width=256", "train.seq_len=128", "train.micro_batch=2"),
@@ -42,6 +42,38 @@ WAYS = {
 }
 
 
+def measure(*, rounds: int, steps: dict[str, int]) -> list[Row]:
+    """Train in one process of two threads and in two gloo ranks of one, in turns, the same global batch."""
+    rows = []
+    for name, count in steps.items():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="ranks_", dir=FOLDER) as folder:
+            pairs = [_pair(Path(folder) / str(i), name, steps=count, swap=i % 2 == 1) for i in range(rounds)]
+        how = f"bf16, median of {rounds} rounds of {count} steps each, wall"
+        value = median(two / one for one, two in pairs)
+        rows.append(Row(f"{name}: 2 gloo ranks of 1 thread / 1 process of 2", value, "x", 1.06, 1.0, how))
+    return rows
+
+
+def _pair(root: Path, name: str, *, steps: int, swap: bool) -> tuple[float, float]:
+    """Return the milliseconds of a step of one process, and of two ranks."""
+    w = WORKLOADS[name]
+    tokens = f"train.tokens_per_step={w.batch * w.seq_len}"
+    ways = {
+        "one": overrides(w, precision="bf16", threads=2, steps=steps, root=root),
+        "two": [
+            *overrides(w._replace(batch=w.batch // 2), precision="bf16", threads=1, steps=steps, root=root),
+            "parallel=ddp",
+            "parallel.processes=2",
+        ],
+    }
+    found = {}
+    for way in sorted(ways, reverse=swap):
+        usual = [a for a in ways[way] if not a.startswith("logger.")]
+        found[way], _ = timed(root, way, [*usual, tokens, "logger=[llmc,jsonl]"])
+    return found["one"], found["two"]
+
+
 def main() -> None:
     """Run every way once and print the table."""
     steps = sys.argv[1] if len(sys.argv) > 1 else "30"
@@ -54,7 +86,8 @@ def main() -> None:
     base: tuple[float, float] | None = None
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         for name, parallel in WAYS.items():
-            row = measure(Path(folder), name, [*RUN, *parallel, f"train.steps={steps}"])
+            more = [f"run.root={folder}", "train.tokens_per_step=1024", f"train.steps={steps}"]
+            row = timed(Path(folder), name, [*RUN, *parallel, *more])
             base = base or row
             print(
                 f"| {name} | {row[0]:.1f} | {row[0] / base[0]:.2f} | {row[1]:.2f} | {row[1] / base[1]:.2f} |",
@@ -63,14 +96,15 @@ def main() -> None:
         print(f"\nAgreeing on a stop, once per step: {1e3 * stop_ms(Path(folder)):.0f} us on 2 ranks.")
 
 
-def measure(folder: Path, name: str, arguments: list[str]) -> tuple[float, float]:
-    """Return the median step in ms and rank 0's state file in MB."""
+def timed(root: Path, name: str, arguments: list[str]) -> tuple[float, float]:
+    """Return the median step in ms and rank 0's state in MB (0 where none is saved)."""
     slug = name.replace(", ", "_").replace(" ", "_")
-    run(*arguments, f"run.root={folder}", f"run.name={slug}", "train.tokens_per_step=1024", cwd=folder)
-    rows = [json.loads(line) for line in (folder / slug / "metrics.jsonl").read_text().splitlines()]
+    root.mkdir(parents=True, exist_ok=True)
+    run(*arguments, f"run.name={slug}", cwd=root)
+    rows = [json.loads(line) for line in (root / slug / "metrics.jsonl").read_text().splitlines()]
     times = [row["perf/step_ms"] for row in rows if row["event"] == "TrainStep"][3:]
-    (state,) = (folder / slug).glob("state_*_00000.*")
-    return median(times), state.stat().st_size / 1e6
+    states = sum(path.stat().st_size for path in (root / slug).glob("state_*_00000.*"))
+    return median(times), states / 1e6
 
 
 def stop_ms(folder: Path) -> float:
