@@ -16,11 +16,7 @@ import importlib.util
 import logging
 import os
 import subprocess
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
-
-import torch
 
 from runner import native_build
 
@@ -42,10 +38,14 @@ def library(name: Literal["update", "layers"]) -> Library | None:
         return None
     try:
         path = native_build.built(name)
-        return Library(ctypes.CDLL(str(path)), hashlib.sha256(path.read_bytes()).hexdigest()[:12])
+        found = Library(ctypes.CDLL(str(path)), hashlib.sha256(path.read_bytes()).hexdigest()[:12])
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("no compiled CPU kernels for %s (%s): %s", name, error, _COSTS[name])
         return None
+    process, wanted = ctypes.CDLL(None), ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    if all(hasattr(process, name) for name in wanted):  # torch brings them
+        found.functions.runner_team(*(ctypes.cast(getattr(process, n), ctypes.c_void_p) for n in wanted))
+    return found
 
 
 @functools.cache
@@ -57,22 +57,3 @@ def triton_kernels() -> Any:
         _log.warning("Triton is not installed: updates run as many small GPU operations, with the same bits")
         return None
     return importlib.import_module("runner.triton_kernels")
-
-
-def in_threads(work: Callable[[int, int], None]) -> None:
-    """Run `work(share, shares)` for every share, one per torch thread."""
-    shares = torch.get_num_threads()
-    if shares == 1:
-        work(0, 1)
-        return
-    others = [_pool(shares - 1, os.getpid()).submit(work, share, shares) for share in range(1, shares)]
-    try:
-        work(0, shares)
-    finally:
-        for other in others:
-            other.result()
-
-
-@functools.cache
-def _pool(workers: int, process: int) -> ThreadPoolExecutor:  # threads do not survive a fork: one per process
-    return ThreadPoolExecutor(workers, thread_name_prefix="kernels")

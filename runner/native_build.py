@@ -57,7 +57,12 @@ def _built(name: str) -> Path:
     source, own_flags = _SOURCES[name]
     compiler = os.environ.get("CC", "cc")
     flags = (*_FLAGS, *own_flags)
-    told = [source.read_bytes(), *map(str.encode, (compiler, *flags)), _cpu()]
+    told = [
+        source.read_bytes(),
+        (_HERE / "team.h").read_bytes(),
+        *map(str.encode, (compiler, *flags)),
+        _cpu(),
+    ]
     key = hashlib.sha256(b"\0".join(told)).hexdigest()[:16]
     path = _cache() / f"{name}-{key}.so"
     if path.exists():

@@ -75,6 +75,7 @@ class ChunkSums:
         self._offset = np.array([chunk.offset for chunk in chunks], dtype=np.int64)
         self._length = np.array([chunk.length for chunk in chunks], dtype=np.int64)
         self.sums = torch.zeros(len(chunks), dtype=torch.float64, device=gradient.device)
+        self._scratch = np.empty((0, 0))
 
     def __call__(self) -> Tensor:
         """Return the sums [chunks] float64 of what the gradient holds now; the buffer is reused."""
@@ -86,23 +87,16 @@ class ChunkSums:
         if kernel is None:
             self._sum_by_torch()
         else:
-            native.in_threads(functools.partial(self._sum_share, kernel))
+            self._sum_by(kernel)
         return self.sums
 
-    def _sum_share(self, kernel: Callable[..., None], share: int, shares: int) -> None:
-        ends = np.cumsum(self._length)
-        first, last = np.searchsorted(ends, [ends[-1] * share // shares, ends[-1] * (share + 1) // shares])
-        last = len(ends) if share + 1 == shares else last
-        scratch = np.empty(int(self._length.max()) // BLOCK + 1)
-        kernel(
-            self._gradient.data_ptr(),
-            self._offset.ctypes.data,
-            self._length.ctypes.data,
-            self.sums.data_ptr(),
-            scratch.ctypes.data,
-            int(first),
-            int(last),
-        )
+    def _sum_by(self, kernel: Callable[..., None]) -> None:
+        threads = torch.get_num_threads()
+        if len(self._scratch) != threads:
+            self._scratch = np.empty((threads, int(self._length.max()) // BLOCK + 1))
+        plan = (self._offset, self._length, self.sums.numpy(), self._scratch)
+        addresses = (array.ctypes.data for array in plan)
+        kernel(self._gradient.data_ptr(), *addresses, len(self._chunks), self._scratch.shape[1], threads)
 
     def _sum_by_torch(self) -> None:
         for at, starts, length in self._groups:
@@ -212,12 +206,13 @@ def _kernel() -> Callable[..., None] | None:
     if library is None:
         return None
     kernel: Callable[..., None] = library.functions.runner_square_sums
-    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 2  # type: ignore[attr-defined]
+    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3  # type: ignore[attr-defined]
     kernel.restype = None  # type: ignore[attr-defined]
     x = torch.sin(torch.arange(5 * BLOCK + 77, dtype=torch.float64)).float() * 1e-3
     offset, length = np.array([0, 33]), np.array([x.numel(), 1000])
     out, scratch = np.zeros(2), np.empty(8)
-    kernel(x.data_ptr(), offset.ctypes.data, length.ctypes.data, out.ctypes.data, scratch.ctypes.data, 0, 2)
+    plan = (array.ctypes.data for array in (offset, length, out, scratch))
+    kernel(x.data_ptr(), *plan, 2, len(scratch), 1)
     expected = [float(square_sums(x[None])), float(square_sums(x[None, 33:1033]))]
     if out.tolist() == expected:
         return kernel

@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "team.h"
+
 #define LANES 32
 #define BLOCK 2048
 
@@ -94,16 +96,24 @@ static void row_bf16(uint16_t *restrict p, const float *restrict g, float *restr
     }
 }
 
-/* Update share `share` of `shares` of every part; `half` says that the weights are bfloat16. */
-void runner_adamw(const Part *parts, int64_t count, const Step *s, int64_t half, int64_t share, int64_t shares) {
-    for (int64_t k = 0; k < count; k++) {
-        const Part *part = &parts[k];
+typedef struct {
+    const Part *parts;
+    int64_t count;
+    const Step *step;
+    int64_t half;
+} Update;
+
+static void adamw_share(const void *arguments, int64_t share, int64_t shares) {
+    const Update *u = arguments;
+    const Step *s = u->step;
+    for (int64_t k = 0; k < u->count; k++) {
+        const Part *part = &u->parts[k];
         int64_t from = part->cols * share / shares, n = part->cols * (share + 1) / shares - from;
         for (int64_t row = 0; row < part->rows; row++) {
             int64_t at = row * part->cols + from, to = row * part->param_stride + from;
             const float *g = part->grad + row * part->grad_stride + from;
             float *m = part->m + at, *v = part->v + at;
-            if (!half)
+            if (!u->half)
                 row_f32((float *)part->param + to, g, m, v, n, s, part->decay);
             else if (part->master)
                 row_master((uint16_t *)part->param + to, g, m, v, part->master + at, n, s, part->decay,
@@ -113,6 +123,15 @@ void runner_adamw(const Part *parts, int64_t count, const Step *s, int64_t half,
                          (uint32_t)row, part->seed);
         }
     }
+}
+
+/* Update every part; `half` says that the weights are bfloat16. */
+void runner_adamw(const Part *parts, int64_t count, const Step *s, int64_t half, int64_t threads) {
+    Update update = {parts, count, s, half};
+    int64_t elements = 0;
+    for (int64_t k = 0; k < count; k++)
+        elements += parts[k].rows * parts[k].cols;
+    spread(adamw_share, &update, elements, threads);
 }
 
 /* Add x[n] in halves: the element `half` on is added to the first, half the least power of two >= n/2. */
@@ -137,15 +156,35 @@ static double block_sum(const float *restrict x, int64_t n) {
     return fold(lane, LANES);
 }
 
-/* Sums of squares of chunks `from` to `to`; chunk c is length[c] floats at x + offset[c]. `scratch` has
- * room for the block sums of one chunk. */
-void runner_square_sums(const float *x, const int64_t *offset, const int64_t *length, double *out, double *scratch,
-                        int64_t from, int64_t to) {
-    for (int64_t c = from; c < to; c++) {
+typedef struct {
+    const float *x;
+    const int64_t *offset, *length;
+    double *out, *scratch;
+    int64_t chunks, blocks, elements;
+} Sums;
+
+static void sums_share(const void *arguments, int64_t share, int64_t shares) {
+    const Sums *a = arguments;
+    double *scratch = a->scratch + share * a->blocks;
+    int64_t from = a->elements * share / shares, to = a->elements * (share + 1) / shares, at = 0;
+    for (int64_t c = 0; c < a->chunks; at += a->length[c++]) {
         int64_t blocks = 0;
+        if (at < from || (at >= to && share + 1 < shares)) /* a chunk is whose share it begins in */
+            continue;
         scratch[0] = 0.0;
-        for (int64_t i = 0; i < length[c]; i += BLOCK)
-            scratch[blocks++] = block_sum(x + offset[c] + i, length[c] - i < BLOCK ? length[c] - i : BLOCK);
-        out[c] = fold(scratch, blocks);
+        for (int64_t i = 0; i < a->length[c]; i += BLOCK)
+            scratch[blocks++] =
+                block_sum(a->x + a->offset[c] + i, a->length[c] - i < BLOCK ? a->length[c] - i : BLOCK);
+        a->out[c] = fold(scratch, blocks);
     }
+}
+
+/* Sums of squares of chunks; chunk c is length[c] floats at x + offset[c]. `scratch` has room for the
+ * `blocks` block sums of the longest chunk, for each thread. */
+void runner_square_sums(const float *x, const int64_t *offset, const int64_t *length, double *out, double *scratch,
+                        int64_t chunks, int64_t blocks, int64_t threads) {
+    Sums sums = {x, offset, length, out, scratch, chunks, blocks, 0};
+    for (int64_t c = 0; c < chunks; c++)
+        sums.elements += length[c];
+    spread(sums_share, &sums, sums.elements, threads);
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -108,3 +111,24 @@ def test_fold_is_a_sum(values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float64)
     assert float(norm.fold(x)) == pytest.approx(np.sum(values), abs=1e-9)
     assert torch.equal(x, torch.tensor(values, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("limit", ["1", "2"])
+def test_a_team_smaller_than_asked_for_does_all_the_work(limit: str) -> None:
+    """OMP_THREAD_LIMIT gives fewer threads than torch asks for; no share of the work may be left out."""
+    code = (
+        "import torch; from runner import norm; from runner.model import compiled;"
+        "torch.set_num_threads(4); g = torch.arange(100_000.0) / 1e5;"
+        "chunks = [norm.Chunk(i * 10_000, 10_000, 0, 0, i) for i in range(10)];"
+        "print(float(norm.norm_of(norm.ChunkSums(chunks, gradient=g)())));"
+        "print(float(compiled.gelu(g)[0].double().sum()) if compiled.identity() != 'torch' else 0)"
+    )
+    printed = []
+    for variables in ({}, {"OMP_THREAD_LIMIT": limit}):
+        environment = {**os.environ, **variables, "OMP_NUM_THREADS": "4"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert float(printed[0].split()[0]) > 100

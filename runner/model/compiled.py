@@ -219,10 +219,6 @@ def _kernels() -> dict[str, Any] | None:
     library = native.library("layers")
     if library is None:
         return None
-    process = ctypes.CDLL(None)
-    names = ("GOMP_parallel", "omp_get_thread_num")
-    if all(hasattr(process, name) for name in names):  # torch brings them; without, one thread does the work
-        library.functions.runner_team(*(ctypes.cast(getattr(process, n), ctypes.c_void_p) for n in names))
     kernels = {}
     for name in ("norm", "norm_back", "gelu", "swiglu", "softmax", "heads", "loss", "add_rows"):
         kernels[name] = getattr(library.functions, f"runner_{name}")

@@ -13,6 +13,7 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#include "../team.h"
 
 #define W 16
 #define INLINE static inline __attribute__((always_inline))
@@ -128,39 +129,6 @@ INLINE vec sigmoid(vec x) { return sigmoid_of(exponential(-x), x); }
 INLINE size_t size_of(const int type) { return type ? 2 : 4; }
 
 INLINE const void *row_of(const void *x, int64_t at, const int type) { return (const char *)x + at * size_of(type); }
-
-/* ---- threads: torch's own team, so that two do not fight for the cores ---- */
-
-typedef void (*Work)(const void *arguments, int64_t share, int64_t shares);
-
-typedef struct {
-    Work work;
-    const void *arguments;
-    int64_t shares;
-} Job;
-
-static void (*team)(void (*)(void *), void *, unsigned, unsigned);
-static int (*member)(void);
-
-/* Give the OpenMP runtime's GOMP_parallel and omp_get_thread_num, or nulls for one thread. */
-void runner_team(void *parallel, void *thread_num) {
-    memcpy(&team, &parallel, sizeof team);
-    memcpy(&member, &thread_num, sizeof member);
-}
-
-static void play(void *data) {
-    const Job *job = data;
-    job->work(job->arguments, member(), job->shares);
-}
-
-static void spread(Work work, const void *arguments, int64_t elements, int64_t threads) {
-    int64_t useful = elements / 8192 + 1;
-    Job job = {work, arguments, useful < threads ? useful : threads};
-    if (job.shares < 2 || !team || !member)
-        work(arguments, 0, 1);
-    else
-        team(play, &job, (unsigned)job.shares, 0);
-}
 
 /* ---- layer norm and RMS norm ---- */
 

@@ -44,10 +44,8 @@ class Compiled:
         for part, seed in zip(self._parts, seeds, strict=True):
             part.seed = seed
         scalars = _Step(*(float(value) for value in step))
-        native.in_threads(functools.partial(self._share, scalars))
-
-    def _share(self, scalars: _Step, share: int, shares: int) -> None:
-        self._kernel(self._parts, len(self._parts), ctypes.byref(scalars), self._half, share, shares)
+        threads = torch.get_num_threads()
+        self._kernel(self._parts, len(self._parts), ctypes.byref(scalars), self._half, threads)
 
 
 def bind(parts: Sequence[Part]) -> Compiled | None:
@@ -87,7 +85,7 @@ def _kernel() -> Callable[..., None] | None:
         ctypes.POINTER(_Part),
         ctypes.c_int64,
         ctypes.POINTER(_Step),
-        *[ctypes.c_int64] * 3,
+        *[ctypes.c_int64] * 2,
     ]
     kernel.restype = None
     return kernel
