@@ -121,7 +121,7 @@ def test_a_team_smaller_than_asked_for_does_all_the_work(limit: str) -> None:
         "torch.set_num_threads(4); g = torch.arange(100_000.0) / 1e5;"
         "chunks = [norm.Chunk(i * 10_000, 10_000, 0, 0, i) for i in range(10)];"
         "print(float(norm.norm_of(norm.ChunkSums(chunks, gradient=g)())));"
-        "print(float(compiled.gelu(g)[0].double().sum()) if compiled.identity() != 'torch' else 0)"
+        "print(hash(tuple(compiled.gelu(g)[0].tolist())) if compiled.identity() != 'torch' else 0)"
     )
     printed = []
     for variables in ({}, {"OMP_THREAD_LIMIT": limit}):
