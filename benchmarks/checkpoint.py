@@ -18,7 +18,7 @@ from benchmarks.race import ROOT
 from benchmarks.results import Row
 from benchmarks.workloads import FOLDER, WORKLOADS, Workload, overrides
 
-EVERY, STEPS, ROUNDS = 8, 33, 3
+EVERY, STEPS, ROUNDS = 6, 25, 3
 
 
 class Save(NamedTuple):

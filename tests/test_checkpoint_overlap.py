@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import random
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner import arena
 from runner.api import Event, Note, Saved, Snapshot
 from runner.checkpoint import disk, folder, spare
 from runner.checkpoint.disk import Bytes
@@ -283,6 +285,15 @@ def test_memory_that_is_taken_is_used_again(monkeypatch: pytest.MonkeyPatch) -> 
     room.close()
     assert kept.tobytes() == b"abc"
     assert room.open(0, ranks=1) == 0
+
+
+def test_live_memory_can_be_written_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for numel in (0, 1, 3_000_000):
+        values = arena.zeros(numel, device=torch.device("cpu"))
+        assert values.tolist() == [0.0] * numel
+        assert values.data_ptr() % 4096 == 0
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert bytes(arena.pages(10_000)) == bytes(10_000)
 
 
 def test_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import numpy as np
 
+from runner import arena
 from runner.checkpoint.disk import Bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -30,9 +30,8 @@ class Spare:
         """
         if len(self._pages) != size:
             self.close()
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             try:
-                self._pages = np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
+                self._pages = np.frombuffer(arena.pages(size), np.uint8)
             except (OSError, ValueError):  # a limit on address space, or nothing to copy
                 return size
             self._taken_from = size
