@@ -18,26 +18,38 @@ from benchmarks.race import ROOT
 from benchmarks.results import Row
 from benchmarks.workloads import FOLDER, WORKLOADS, Workload, overrides
 
-EVERY, STEPS = 4, 13
+EVERY, STEPS, ROUNDS = 6, 25, 3
 
 
-class Files(NamedTuple):
-    """A run folder and the rows of its metrics."""
+class Save(NamedTuple):
+    """What one checkpoint cost the run: how long the loop waited, and how much longer the steps took."""
+
+    blocked_s: float
+    extra_s: float  # over all steps up to the next checkpoint, waiting included
+
+
+class Training(NamedTuple):
+    """A run's folder, its usual step and its checkpoints."""
 
     folder: Path
-    events: list[dict[str, Any]]
+    step_s: float
+    saves: list[Save]
 
 
 def measure(workload: str = "L", *, threads: int = 1) -> list[Row]:
-    """Train with checkpoints, save the same state with torch.save + fsync, read both back cold."""
+    """Train with checkpoints, save the same state with torch.save + fsync, read ours back cold."""
     w = WORKLOADS[workload]
     root = FOLDER / "checkpoints"
     shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
     try:
-        run = _train(w, root=root, threads=threads)
-        peer_s, peer_bytes = _torch_save(w, root / "state.pt")
-        rows = _stall(run, workload, peer_s=peer_s, peer_bytes=peer_bytes)
-        return [*rows, _cold_load(w, run, workload, root=root, threads=threads)]
+        rounds = []
+        for _ in range(ROUNDS):  # in turns: the disk is not the same from minute to minute
+            shutil.rmtree(root / "bench", ignore_errors=True)
+            peer_s, size = _torch_save(w, root / "state.pt")
+            rounds.append((_train(w, root=root, threads=threads), peer_s))
+        rows = _stall(rounds, workload, size=size)
+        return [*rows, _cold_load(w, rounds[-1][0], workload, root=root, threads=threads)]
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -50,30 +62,44 @@ def _arguments(w: Workload, *, root: Path, threads: int, steps: int) -> list[str
     return [*arguments, *files]
 
 
-def _train(w: Workload, *, root: Path, threads: int) -> Files:
+def _train(w: Workload, *, root: Path, threads: int) -> Training:
     command = [sys.executable, "-m", "runner", *_arguments(w, root=root, threads=threads, steps=STEPS)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     lines = (root / "bench" / "metrics.jsonl").read_text().splitlines()
-    return Files(root / "bench", [json.loads(line) for line in lines])
+    return _costs(root / "bench", [json.loads(line) for line in lines])
 
 
-def _stall(run: Files, workload: str, *, peer_s: float, peer_bytes: int) -> list[Row]:
-    saved = {e["step"]: e["checkpoint/blocked_ms"] for e in run.events if e["event"] == "Saved"}
-    step_ms = {e["step"]: e["perf/step_ms"] for e in run.events if e["event"] == "TrainStep"}
-    during = [step_ms[s] for s in saved if s in step_ms]  # the step while the file is written
-    usual = statistics.median(ms for s, ms in step_ms.items() if s not in saved and s > 1)
-    blocked = statistics.median(ms for s, ms in saved.items() if s in step_ms)
-    extra = max(0.0, statistics.median(during) - usual)
-    how = f"{workload}, {peer_bytes / 1e9:.2f} GB; torch.save + fsync {peer_s:.2f} s; "
-    how += f"a step {usual / 1e3:.2f} s"
-    return [
-        Row(
-            f"checkpoint: blocked {blocked:.0f} ms / torch.save", blocked / 1e3 / peer_s, "x", 0.10, 0.01, how
-        ),
-        Row(
-            f"checkpoint: extra wall {extra:.0f} ms / torch.save", extra / 1e3 / peer_s, "x", 0.15, 0.06, how
-        ),
-    ]
+def _costs(folder: Path, events: list[dict[str, Any]]) -> Training:
+    """Find each checkpoint's cost from the times at which the rows were written."""
+    ended = {e["step"]: e["time"] for e in events if e["event"] == "TrainStep"}
+    wall_s = {step: ended[step] - ended[step - 1] for step in ended if step - 1 in ended}
+    saved = {e["step"]: e for e in events if e["event"] == "Saved"}
+    undisturbed = []
+    saves = []
+    for first, event in saved.items():
+        window = range(first, first + EVERY)
+        undisturbed += [wall_s[s] for s in window if s in wall_s and ended[s - 1] > event["time"]]
+        if window[-1] in wall_s:
+            blocked_s = event["checkpoint/blocked_ms"] / 1e3
+            saves.append(Save(blocked_s, sum(wall_s[step] for step in window)))
+    if not undisturbed:
+        raise RuntimeError(f"{folder}: a checkpoint takes longer than {EVERY} steps; raise EVERY")
+    usual = statistics.median(undisturbed)
+    return Training(folder, usual, [Save(save.blocked_s, save.extra_s - EVERY * usual) for save in saves])
+
+
+def _stall(rounds: list[tuple[Training, float]], workload: str, *, size: int) -> list[Row]:
+    peer_s = statistics.median(seconds for _, seconds in rounds)
+    step_s = statistics.median(run.step_s for run, _ in rounds)
+    rows = []
+    for name, field, must, want in (("blocked", 0, 0.10, 0.01), ("extra wall", 1, 0.15, 0.06)):
+        ratio = statistics.median(save[field] / seconds for run, seconds in rounds for save in run.saves)
+        spent_ms = 1e3 * statistics.median(save[field] for run, _ in rounds for save in run.saves)
+        first_ms = 1e3 * statistics.median(run.saves[0][field] for run, _ in rounds)
+        how = f"{workload}, {size / 1e9:.2f} GB; torch.save + fsync {peer_s:.2f} s; a step {step_s:.2f} s; "
+        how += f"the first save of a run {first_ms:.0f} ms"
+        rows.append(Row(f"checkpoint: {name} {spent_ms:.0f} ms / torch.save", ratio, "x", must, want, how))
+    return rows
 
 
 def _torch_save(w: Workload, path: Path) -> tuple[float, int]:
@@ -92,7 +118,7 @@ def _torch_save(w: Workload, path: Path) -> tuple[float, int]:
     return statistics.median(times), size
 
 
-def _cold_load(w: Workload, run: Files, workload: str, *, root: Path, threads: int) -> Row:
+def _cold_load(w: Workload, run: Training, workload: str, *, root: Path, threads: int) -> Row:
     from benchmarks.in_process import session as open_session
 
     fresh = root / "fresh"

@@ -126,6 +126,7 @@ def estimate_curvature(s: Session) -> None:
         loss.backward()
     s.engine.finish_gradient_sync()
     samples = batch.inputs.numel() * s.plan.world
+    s.emit(s.store.before_update())  # the estimate belongs to the optimizer's state
     s.curvature.observe(samples=samples, apply=torch.isfinite(s.engine.grad_norm()))
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from runner.api import Event, Note, Removed, Saved, Snapshot
 from runner.checkpoint import disk, folder, llmc_format, load
+from runner.checkpoint.finite import first_non_finite
 from runner.checkpoint.host_copies import HostCopies
 from runner.checkpoint.store import Store
-from runner.checkpoint.writer import non_finite
 from tests.checkpoint_cases import assert_same_snapshot, gpt2_snapshot, other_snapshot
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -45,7 +45,7 @@ def make_store(path: Path, **changes: Any) -> Store:
 
 
 def save(store: Store, snapshot: Snapshot) -> list[Event]:
-    return store.save(snapshot) + store.before_update()
+    return store.save(snapshot) + store.join()
 
 
 def names(path: Path) -> list[str]:
@@ -115,33 +115,6 @@ def test_cadence_is_llmcs() -> None:
     store.resumed_step = 40
     assert [step for step in range(51) if store.due(step, last=step == 50)] == [20, 50]
     assert not any(make_store(Path("x"), every=0).due(step, last=True) for step in range(5))
-
-
-def test_live_tensors_are_written_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update may come only after `before_update`; what is written is what was there before it."""
-    gate = threading.Event()
-    real = disk.write_file
-
-    def slow(path: Path, chunks: Any) -> Any:
-        if threading.current_thread().name == "checkpoint":
-            assert gate.wait(10)
-        return real(path, chunks)
-
-    monkeypatch.setattr(disk, "write_file", slow)
-    snapshot = gpt2_snapshot(20)
-    store = make_store(tmp_path)
-    assert store.save(snapshot) == []
-    assert store.pending
-    assert folder.done_steps(tmp_path) == []
-    threading.Timer(0.05, gate.set).start()
-    (event,) = store.before_update()
-    snapshot.weights.zero_()
-    assert isinstance(event, Saved)
-    assert not store.pending
-    assert store.before_update() == []
-    again = make_store(tmp_path).restore(gpt2_snapshot(0)).snapshot
-    assert again is not None
-    assert_same_snapshot(again, gpt2_snapshot(20))
 
 
 def test_copies_are_independent_and_reused() -> None:
@@ -228,10 +201,13 @@ def test_missing_rank_file_is_named(tmp_path: Path) -> None:
 
 
 def test_failure_of_another_rank_leaves_nothing(tmp_path: Path) -> None:
-    store = make_store(tmp_path, gather=lambda problem: [problem, "/disk1: No space left on device"])
+    answers = iter([False] * 4 + [False, True])  # space, written, named, done; space, written
+    other = {
+        "any_rank": lambda flag: next(answers),
+        "gather": lambda own: [own, "/disk1: No space left on device"],
+    }
+    store = make_store(tmp_path, **other)
     save(store, gpt2_snapshot(10))
-    answers = iter([False, True])
-    store._any_rank = lambda flag: next(answers)
     told = texts(save(store, gpt2_snapshot(20)), "error")
     assert told == "checkpoint 20 not written, older ones stay: /disk1: No space left on device"
     assert folder.done_steps(tmp_path) == [10]
@@ -652,7 +628,19 @@ def test_non_finite_weights_are_refused(tmp_path: Path) -> None:
 def test_huge_finite_weights_are_finite() -> None:
     snapshot = gpt2_snapshot()
     snapshot.weights[:] = torch.finfo(torch.float32).max
-    assert non_finite(snapshot.weights, snapshot.layout) is None
+    assert first_non_finite(disk.memory(snapshot.weights), torch.float32) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_first_non_finite_element_is_found(dtype: torch.dtype) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[:4] = torch.tensor([0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
+    assert first_non_finite(disk.memory(values), dtype) is None
+    assert first_non_finite(disk.memory(values[:0]), dtype) is None
+    for bad in ("nan", "inf", "-inf", "-nan"):
+        spoiled = values.clone()
+        spoiled[[700, 900]] = -torch.tensor(float("nan")).to(dtype) if bad == "-nan" else float(bad)
+        assert first_non_finite(disk.memory(spoiled), dtype) == 700, bad
 
 
 def test_large_files_bypass_the_cache_and_match(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from runner.api import Slot, Snapshot, State
 from runner.checkpoint import disk, llmc_format, safetensors_format, side_file
 from runner.checkpoint import folder as files
@@ -22,13 +20,18 @@ class Job(NamedTuple):
     files: tuple[tuple[Path, list[Chunk]], ...]
     extra_path: Path
     extra: Callable[[dict[str, Written]], bytes]
-    weights: Tensor | None  # checked to be finite before anything is written
+    weights: Chunk | None  # one of the chunks: it is checked to be finite while it is written
     layout: tuple[Slot, ...]
 
     @property
     def size(self) -> int:
         """Bytes to write, without the side file."""
         return sum(disk.size_of(chunks) for _, chunks in self.files)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """What the data files hold, in the order in which it is written."""
+        return [chunk for _, chunks in self.files for chunk in chunks]
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -78,7 +81,7 @@ def make_job(snapshot: Snapshot, *, folder: Path, suffix: str) -> Job:
         recorded = {name: list(value) for name, value in written.items()}
         return side_file.frame(encoded, files=recorded)
 
-    weights = snapshot.weights if rank == 0 else None
+    weights = data[-1][1][-1] if rank == 0 else None
     layout: tuple[Slot, ...] = snapshot.layout
     return Job(tuple(data), files.extra_path(folder, step, rank), extra, weights, layout)
 

@@ -10,12 +10,16 @@ from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge
 
-from runner.api import Event, Note, Removed, Saved, Snapshot
+from runner.api import Event, Note, Removed, Snapshot
 from runner.checkpoint import disk, load, side_file
 from runner.checkpoint import folder as files
+from runner.checkpoint.background import Background
+from runner.checkpoint.flight import Flight, Together, attempt
 from runner.checkpoint.host_copies import HostCopies
 from runner.checkpoint.job import check_format, make_job, short_of_space
-from runner.checkpoint.writer import Writing
+from runner.checkpoint.pieces import Pieces
+from runner.checkpoint.spare import Spare
+from runner.checkpoint.writer import write
 
 
 class Restored(NamedTuple):
@@ -60,12 +64,12 @@ class Store:
         self.allow_reshard, self.strict_env = allow_reshard, strict_env
         self.asynchronous = async_ != "off"
         self.dir = Path(dir)
-        self.rank, self._any_rank, self._barrier, self._fault = rank, any_rank, barrier, fault
-        self._gather = gather
+        self.rank, self._fault = rank, fault
+        self._together = Together(any_rank, barrier, gather)
         self.resumed_step: int | None = None
         self._saved_step: int | None = None
-        self._copies = HostCopies()
-        self._flight: _Flight | None = None
+        self._copies, self._spare = HostCopies(), Spare()
+        self._flight: Flight | None = None
         self._foreign: set[int] = set()
 
     # ------------------------------------------------------------ when
@@ -97,14 +101,14 @@ class Store:
             raise ValueError("run.overwrite=true starts afresh, checkpoint.resume=must continues: choose one")
         side_file.dumps([live.parts, live.env, live.stream])  # fails now rather than at the first checkpoint
         disk.probe(self.dir)
-        self._barrier()
+        self._together.barrier()
         if overwrite or self.resume == "never":
             return Restored(None, self._start_fresh(overwrite=overwrite))
         return self._resume(live)
 
     def _start_fresh(self, *, overwrite: bool) -> tuple[Event, ...]:
         steps = files.require_fresh(self.dir, overwrite=overwrite)
-        self._barrier()
+        self._together.barrier()
         if self.rank != 0:
             return ()
         for step in steps:
@@ -119,9 +123,9 @@ class Store:
             snapshot, problem = load.try_load(
                 self.dir, step, live, allow_reshard=self.allow_reshard, strict_env=self.strict_env
             )
-            if self._any_rank(snapshot is None):
-                problem = self._reason(problem or None)
-                text = f"checkpoint {step} in {self.dir} is damaged, trying the next older one: {problem}"
+            damage = self._together.agree(problem or "unreadable" if snapshot is None else None)
+            if damage is not None:
+                text = f"checkpoint {step} in {self.dir} is damaged, trying the next older one: {damage}"
                 events.append(Note(step, text, "warning"))
                 continue
             assert snapshot is not None
@@ -150,8 +154,8 @@ class Store:
     def save(self, snapshot: Snapshot) -> list[Event]:
         """Start writing a checkpoint, complete when `before_update` or `join` returns Saved. All together.
 
-        Until then the snapshot's tensors must not change, except that `before_update` may be followed by
-        an update. A failure is an event, never an exception: training goes on.
+        The snapshot's tensors may change after `before_update`, not earlier. A failure is an event, never an
+        exception: training goes on.
         """
         events = self.join()
         if snapshot.step in (self.resumed_step, self._saved_step):
@@ -161,12 +165,22 @@ class Store:
         held = self._copies.take(snapshot) if copied else snapshot
         job = make_job(held, folder=self.dir, suffix=check_format(self.format, snapshot))
         problem = short_of_space(job, self.dir, ranks=snapshot.world if self.rank == 0 else 1)
-        if self._any_rank(problem is not None):
-            problem = self._reason(problem)
+        problem = self._together.agree(problem)
+        if problem is not None:
             text = f"checkpoint {snapshot.step} not written, the next one is tried: {problem}"
             return [*events, Note(snapshot.step, text, "warning")]
-        writing = Writing(job, ready=partial(self._ready, copied=copied))
-        self._flight = _Flight(snapshot.step, writing, copied, time.perf_counter() - start)
+        pieces = Pieces(job.chunks, spare=self._spare, ranks=snapshot.world)
+        self._flight = Flight(
+            job,
+            step=snapshot.step,
+            rank=self.rank,
+            folder=self.dir,
+            together=self._together,
+            writing=Background(partial(write, job, pieces, ready=partial(self._ready, copied=copied))),
+            release=self._copies.wait_device if copied else pieces.detach,
+            retain=self._retain,
+        )
+        self._flight.blocked_s = time.perf_counter() - start
         return events if self.asynchronous else events + self.join()
 
     def _ready(self, *, copied: bool) -> None:
@@ -181,69 +195,32 @@ class Store:
         return self._flight is not None
 
     def before_update(self) -> list[Event]:
-        """Make the next update safe; call it before each one. All ranks together.
+        """Make the next update safe; call it before the optimizer's state changes. All ranks together.
 
-        Written from live memory: waits for the writer. From copies: the device waits for the copies, and
-        the checkpoint is completed as soon as every rank's writer is done.
+        The checkpoint is completed as soon as every rank's writer is done.
         """
-        if self._flight is None:
-            return []
-        if self._flight.copied:
-            self._copies.wait_device()
-            if self._any_rank(self._flight.writing.running):
-                return []
-        return self.join()
+        return self._land() if self._flight is not None and self._flight.poll() else []
 
     def join(self) -> list[Event]:
         """Complete the checkpoint in flight, if any. All ranks together."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        if self._flight is None:
             return []
-        start = time.perf_counter()
-        flight.writing.wait()
-        events = self._complete(flight.step, flight.writing)
-        if events is None:
-            self._saved_step = flight.step
-        blocked_ms = 1000 * (flight.blocked_s + time.perf_counter() - start)
-        if self.rank == 0 and events is None:
-            path = str(files.done_path(self.dir, flight.step))
-            saved = Saved(flight.step, path, flight.writing.size, blocked_ms)
-            return [saved, *self._retain(flight.step)]
-        return events or []
+        self._flight.finish()
+        return self._land()
 
     def close(self) -> list[Event]:
         """Complete what is in flight and release host memory. All ranks together."""
         events = self.join()
         self._copies.close()
+        self._spare.close()
         return events
 
-    def _complete(self, step: int, writing: Writing) -> list[Event] | None:
-        """Give the files their names and write DONE; return events only if that failed."""
-        failure = writing.failure
-        if self._any_rank(failure is not None):
-            writing.discard()
-            return self._failed(step, self._reason(failure))
-        failure = self._attempt(lambda: files.remove(self.dir, step) if self.rank == 0 else None)
-        self._barrier()  # an older attempt at this step is gone: nothing vouches for a mixture
-        failure = failure or self._attempt(writing.publish)
-        if self._any_rank(failure is not None):
-            return self._failed(step, self._reason(failure))
-        failure = self._attempt(lambda: files.mark_done(self.dir, step) if self.rank == 0 else None)
-        return self._failed(step, failure) if failure else None
-
-    def _reason(self, problem: str | None) -> str:
-        """Return the problem of the first rank that has one; all ranks together."""
-        return next((text for text in self._gather(problem) if text), "a rank failed")
-
-    def _attempt(self, action: Callable[[], None]) -> str | None:
-        try:
-            action()
-        except OSError as error:
-            return f"{error.filename or self.dir}: {error.strerror or error}"
-        return None
-
-    def _failed(self, step: int, why: str) -> list[Event]:
-        return [Note(step, f"checkpoint {step} not written, older ones stay: {why}", "error")]
+    def _land(self) -> list[Event]:
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        if flight.saved:
+            self._saved_step = flight.step
+        return flight.events()
 
     def _retain(self, step: int) -> list[Event]:
         steps = files.done_steps(self.dir)
@@ -258,15 +235,8 @@ class Store:
             steps, written=step, keep=self.keep, major_every=self.major_every, protect=protect
         )
         for victim in gone:
-            if failure := self._attempt(partial(files.remove, self.dir, victim)):
+            if failure := attempt(partial(files.remove, self.dir, victim), folder=self.dir):
                 events.append(Note(step, f"checkpoint {victim} not removed: {failure}", "warning"))
             else:
                 events.append(Removed(victim, str(files.done_path(self.dir, victim))))
         return events
-
-
-class _Flight(NamedTuple):
-    step: int
-    writing: Writing
-    copied: bool
-    blocked_s: float

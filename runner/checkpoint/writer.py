@@ -1,84 +1,81 @@
-"""Write one rank's files of a checkpoint on a thread, from live memory or from copies in host memory.
-
-On a CPU the thread reads the live tensors while the next forward and backward run: they change only in
-the update, before which the loop joins the thread. On a GPU the tensors are first copied to pinned host
-memory on a side stream; only the next update waits for the copies, on the device.
-"""
+"""Write one rank's files of a checkpoint under temporary names, and give them their own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from runner.api import Slot
 from runner.checkpoint import disk
-from runner.checkpoint.disk import Written
+from runner.checkpoint.disk import Bytes, Chunk, Written
+from runner.checkpoint.finite import NonFiniteError, first_non_finite, slot_at
 from runner.checkpoint.job import Job
+from runner.checkpoint.pieces import Pieces
 
 
-class Writing:
-    """A write in flight. `failure` is one line once it is over, or None."""
+class Outcome(NamedTuple):
+    """How a write ended: the bytes written, or one line that says why not."""
 
-    def __init__(self, job: Job, *, ready: Callable[[], None]) -> None:
-        self.job = job
-        self.failure: str | None = None
-        self.size = 0
-        self._ready = ready
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+    size: int
+    failure: str | None
 
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
 
-    def wait(self) -> None:
-        self._thread.join()
+def write(job: Job, pieces: Pieces, *, ready: Callable[[], None]) -> Outcome:
+    """Write every file of `job` and wait until the disk has them; `ready` returns once they can be read.
 
-    def publish(self) -> None:
-        """Give the finished files their names."""
-        for path in self.job.paths:
-            os.replace(_tmp(path), path)
+    `pieces` are those of all its chunks, in order.
+    """
+    path = job.extra_path
+    try:
+        ready()
+        written: dict[str, Written] = {}
+        for path, chunks in job.files:
+            data = (piece for chunk in chunks for piece in _checked(job, chunk, pieces))
+            written[path.name] = disk.write_pieces(_tmp(path), data, size=disk.size_of(chunks))
+        pieces.close()
+        path = job.extra_path
+        extra = disk.write_file(_tmp(path), [job.extra(written)])
+    except NonFiniteError as error:
+        return Outcome(0, f"refused: {error}")
+    except OSError as error:
+        return Outcome(0, f"{_tmp(path)}: {error.strerror or error}")
+    except Exception as error:  # a thread must not die silently
+        return Outcome(0, f"{path}: {type(error).__name__}: {error}")
+    finally:
+        pieces.close()
+    return Outcome(sum(w.size for w in written.values()) + extra.size, None)
 
-    def discard(self) -> None:
-        """Remove what was written."""
-        for path in self.job.paths:
-            with contextlib.suppress(OSError):
-                _tmp(path).unlink(missing_ok=True)
 
-    def _run(self) -> None:
-        path = self.job.extra_path
-        try:
-            self._ready()
-            if self.job.weights is not None and (bad := non_finite(self.job.weights, self.job.layout)):
-                self.failure = f"refused: {bad} holds non-finite weights"
-                return
-            written: dict[str, Written] = {}
-            for path, chunks in self.job.files:
-                written[path.name] = disk.write_file(_tmp(path), chunks)
-            path = self.job.extra_path
-            extra = disk.write_file(_tmp(path), [self.job.extra(written)])
-            self.size = sum(w.size for w in written.values()) + extra.size
-        except OSError as error:
-            self.failure = f"{_tmp(path)}: {error.strerror or error}"
-        except Exception as error:  # a thread must not die silently
-            self.failure = f"{path}: {type(error).__name__}: {error}"
+def publish(job: Job) -> None:
+    """Give the finished files their names."""
+    for path in job.paths:
+        os.replace(_tmp(path), path)
+
+
+def discard(job: Job) -> None:
+    """Remove what was written."""
+    for path in job.paths:
+        with contextlib.suppress(OSError):
+            _tmp(path).unlink(missing_ok=True)
+
+
+def _checked(job: Job, chunk: Chunk, pieces: Pieces) -> Iterator[Bytes]:
+    """Yield a chunk's pieces; NonFiniteError before the first that holds weights which are not finite."""
+    if chunk is not job.weights:
+        yield from pieces.of(chunk)
+        return
+    assert isinstance(chunk, Tensor)
+    seen = 0
+    for piece in pieces.of(chunk):
+        if (at := first_non_finite(piece, chunk.dtype)) is not None:
+            raise NonFiniteError(f"{slot_at(job.layout, seen + at)} holds non-finite weights")
+        seen += len(piece) // chunk.itemsize
+        yield piece
 
 
 def _tmp(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
-
-
-def non_finite(weights: Tensor, layout: Sequence[Slot]) -> str | None:
-    """Return the name of the first slot that holds nan or inf, or None."""
-    if bool(torch.isfinite(weights.sum(dtype=torch.float64))):  # any nan or inf reaches the sum
-        return None
-    for slot in layout:
-        if not bool(torch.isfinite(weights[slot.offset : slot.offset + slot.numel]).all()):
-            return slot.name
-    return None
