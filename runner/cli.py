@@ -100,15 +100,14 @@ def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
         return 1
     except Exception as error:
         lines = explain(error, arguments)
-        if lines is None:
-            raise
-        return _refuse(lines)
+        return _settle(error) if lines is None else _refuse(lines)
     codes = [_settle(outcome) for outcome in outcomes]
     return max(codes, default=0)
 
 
 def _settle(outcome: Outcome | Exception) -> int:
-    from runner.launch import RankError, fault_line
+    from runner.fault import fault_line, stack
+    from runner.launch import RankError
 
     if isinstance(outcome, ConfigError):
         return _refuse(outcome.problems)
@@ -116,10 +115,7 @@ def _settle(outcome: Outcome | Exception) -> int:
         print(f"{outcome.trace}runner: error: {outcome}", file=sys.stderr)
         return outcome.code
     if isinstance(outcome, Exception):
-        import traceback
-
-        traceback.print_exception(outcome)
-        print(f"runner: error: {fault_line(outcome)}", file=sys.stderr)
+        print(f"{stack(outcome)}runner: error: {fault_line(outcome)}", file=sys.stderr)
         return 1
     return outcome.code
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 
 from runner.cli import ConfigError
+from runner.fault import fault_line, stack
 from runner.ranks import Leader, Place, first_to, hear, meet
 
 Config = dict[str, Any]
@@ -66,15 +66,6 @@ class RankError(RuntimeError):
         self.trace, self.code = trace, code
 
 
-def fault_line(error: BaseException) -> str:
-    """Return an error as one line, with the way out where there is a usual one."""
-    kind = type(error).__name__
-    line = " ".join(f"{kind}: {error}".split())
-    if kind == "OutOfMemoryError":
-        line += "; lower train.micro_batch (train.tokens_per_step keeps the step as it is)"
-    return line
-
-
 def launch(config: Config, *, leader: Leader | None = None) -> Outcome:
     """Run a checked configuration to its end on every rank; `leader` if another program started them.
 
@@ -121,9 +112,7 @@ def _one_voice(place: Place, store: Any) -> Iterator[None]:
         name = f"rank {place.rank} of {place.world}"
         if not first_to(store, "fail"):
             raise RankError(f"{name} ended because another rank failed", trace="", code=1) from None
-        raise RankError(
-            f"{name} failed: {fault_line(error)}", trace=traceback.format_exc(), code=1
-        ) from error
+        raise RankError(f"{name} failed: {fault_line(error)}", trace=stack(error), code=1) from error
 
 
 @contextlib.contextmanager

@@ -198,7 +198,8 @@ def _conclude(ranks: list[Rank], *, received: list[int]) -> Outcome:
         text = "stopped at once by a second signal; the newest complete checkpoint counts"
         raise RankError(text, trace="", code=code)
     if report is not None:
-        raise RankError(f"{name} failed: {report.lines[0]}", trace=cause.tail() + report.trace, code=1)
+        trace = cause.tail() + report.trace if report.trace else ""
+        raise RankError(f"{name} failed: {report.lines[0]}", trace=trace, code=1)
     trace = "".join(rank.tail() for rank in failed)
     if code == HANG_CODE:
         raise RankError(

@@ -9,12 +9,12 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runner.cli import ConfigError
-from runner.launch import Outcome, fault_line
+from runner.fault import fault_line, stack
+from runner.launch import Outcome
 from runner.ranks import Place
 from runner.streams import settle_streams
 
@@ -62,7 +62,7 @@ def _run(order: Order) -> Report:
     except ConfigError as error:
         return Report("config", time.monotonic(), lines=tuple(error.problems))
     except BaseException as error:
-        return Report("error", time.monotonic(), lines=(fault_line(error),), trace=traceback.format_exc())
+        return Report("error", time.monotonic(), lines=(fault_line(error),), trace=stack(error))
     return Report("outcome", time.monotonic(), outcome)
 
 

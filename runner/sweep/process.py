@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 from runner.cli import ConfigError
+from runner.fault import fault_line, stack
 from runner.launch import Outcome, RankError, launch
 from runner.sweep.cells import Result, Status, write_result
 
@@ -28,8 +28,8 @@ def run_cell(config: Config, folder: Path) -> int:
         sys.stderr.write(f"{error.trace}runner: error: {error}\n")
         return _fail(folder, code=error.code, message=str(error))
     except Exception as error:
-        traceback.print_exc()
-        return _fail(folder, code=1, message=f"{type(error).__name__}: {error}")
+        sys.stderr.write(f"{stack(error)}runner: error: {fault_line(error)}\n")
+        return _fail(folder, code=1, message=fault_line(error))
     result = result_of(outcome)
     if result.status != "stopped":
         write_result(folder, result)
