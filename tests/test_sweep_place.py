@@ -1,4 +1,4 @@
-"""A run's own settings of where it goes and what it is called mean something in a sweep too, or are refused."""
+"""Where a run goes and what it is called means something in a sweep too, or is refused."""
 
 from __future__ import annotations
 
