@@ -57,17 +57,28 @@ def run_command(arguments: Sequence[str]) -> int:
         print(usage())
         return 0
     from runner.ranks import Leader, placed
+    from runner.stop import StartUp
 
     try:
         place = placed()
     except ValueError as error:
         return _refuse([str(error)])
-    if place is None:
-        return _run(arguments, leader=None)
-    if place.rank > 0:
+    if place is not None and place.rank > 0:
         return _follow(place)
-    leader = Leader(place)
-    code = _run(arguments, leader=leader)
+    with StartUp():
+        return _lead(arguments, leader=Leader(place) if place is not None else None)
+
+
+def _lead(arguments: Sequence[str], *, leader: Leader | None) -> int:
+    from runner.stop import Interrupted
+
+    try:
+        code = _run(arguments, leader=leader)
+    except Interrupted as error:
+        print(f"runner: {error}", file=sys.stderr)
+        code = error.code
+    if leader is None:
+        return code
     try:
         leader.dismiss(code)
     except ValueError as error:
@@ -77,6 +88,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
     from runner.explain import explain, unread_files, wrong_flag
+    from runner.stop import interruption
     from runner.sweep.cells import CellError
 
     if leader is not None and {"-m", "--multirun"} & set(arguments):
@@ -92,13 +104,13 @@ def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
         _hydra_app(outcomes, restore_env=not asked, leader=leader)()
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 1 if leave.code else 0
-    except KeyboardInterrupt:
-        return 130
     except ConfigError as error:
         return _refuse(error.problems)
     except CellError:
         return 1
     except Exception as error:
+        if (signal := interruption(error)) is not None:
+            raise signal from None
         lines = explain(error, arguments)
         return _settle(error) if lines is None else _refuse(lines)
     codes = [_settle(outcome) for outcome in outcomes]

@@ -102,7 +102,7 @@ def _train(s: Session, config: Config) -> Outcome:
         status, code = ("failed", 1) if status == "finished" else (status, code)
         message = message or f"the record is not complete: logger.{', logger.'.join(lacking)} (see above)"
     outcome = Outcome(s.dir, status, code, s.progress.step, s.progress.val_loss, message)
-    if s.engine.rank == 0:
+    if s.engine.rank == 0 and (s.progress.step or status != "stopped"):
         closing.report(s, config, outcome)
     return outcome
 
@@ -117,7 +117,7 @@ def _verdict(s: Session) -> tuple[Status, int, str]:
     )
     if stopped:
         s.stop.agree(s.engine.gather)
-        return "stopped", s.stop.code, message if lost else ""
+        return "stopped", s.stop.code, message if lost and step else ""
     return ("failed", 1, message) if lost else ("finished", 0, "")
 
 

@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le
 from runner.cli import ConfigError
 from runner.fault import fault_line, stack
 from runner.ranks import Leader, Place, first_to, hear, meet
+from runner.stop import Interrupted, undisturbed
 
 Config = dict[str, Any]
 
@@ -72,21 +73,28 @@ def launch(config: Config, *, leader: Leader | None = None) -> Outcome:
     Raises:
         ConfigError: the run folder cannot be used, or what it holds forbids this run.
         RankError: a rank died.
+        Interrupted: a signal came before anything was trained.
     """
     with claim(config["run"]) as folder:
-        if leader is not None:
-            from runner.job import run_rank
+        outcome = _launch_in(folder, config, leader=leader)
+        if outcome.status == "stopped" and outcome.step == 0:
+            raise Interrupted(outcome.code - 128)
+        return outcome
 
-            store = leader.announce(config, dir=str(folder))
-            with _one_voice(leader.place, store):
-                return run_rank(config, dir=folder, place=leader.place, store=store)
-        if (processes := config["parallel"].get("processes") or 1) > 1:
-            from runner.supervise import run_ranks
 
-            return run_ranks(config, dir=folder, processes=processes)
+def _launch_in(folder: Path, config: Config, *, leader: Leader | None) -> Outcome:
+    processes = config["parallel"].get("processes") or 1
+    if leader is None and processes > 1:
+        from runner.supervise import run_ranks
+
+        return run_ranks(config, dir=folder, processes=processes)
+    with undisturbed():
         from runner.job import run_rank
-
-        return run_rank(config, dir=folder)
+    if leader is not None:
+        store = leader.announce(config, dir=str(folder))
+        with _one_voice(leader.place, store):
+            return run_rank(config, dir=folder, place=leader.place, store=store)
+    return run_rank(config, dir=folder)
 
 
 def follow(place: Place) -> Outcome | int:
@@ -117,12 +125,16 @@ def _one_voice(place: Place, store: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claim(run: Config) -> Iterator[Path]:
-    """Yield the run folder, locked for this process; a new one that stayed empty is removed again."""
+    """Yield the run folder, locked for this process; a new one in which nothing was trained goes again."""
     folder, created = _folder(run)
     try:
         with _lock(folder):
             _probe(folder)
             yield folder
+    except Interrupted:
+        if created:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         if created:
             _remove_if_empty(folder)

@@ -16,7 +16,11 @@ Config = dict[str, Any]
 
 
 def run_cell(config: Config, folder: Path) -> int:
-    """Run one cell in `folder`; return its exit code. What it finished is written down here."""
+    """Run one cell in `folder`; return its exit code. What it finished is written down here.
+
+    Raises:
+        Interrupted: a signal came before anything was trained.
+    """
     faulthandler.enable()  # a crash in native code leaves its stack in the log
     try:
         outcome = launch(config)
