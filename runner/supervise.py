@@ -160,7 +160,7 @@ def _forwarded(ranks: list[Rank]) -> Iterator[list[int]]:
         for rank in ranks:
             rank.signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in handled()}
+    previous: dict[int, Any] = {number: signal.signal(number, forward) for number in handled()}
     try:
         yield received
     finally:
