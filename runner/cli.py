@@ -56,6 +56,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
         print(usage())
         return 0
+    from runner.home import settle_home
     from runner.ranks import Leader, placed
     from runner.stop import StartUp
 
@@ -63,6 +64,7 @@ def run_command(arguments: Sequence[str]) -> int:
         place = placed()
     except ValueError as error:
         return _refuse([str(error)])
+    settle_home(tell=place is None or place.rank == 0)
     if place is not None and place.rank > 0:
         return _follow(place)
     with StartUp():

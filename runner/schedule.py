@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runner import CONF
 from runner.config import build, check_node
 from runner.explain import explain
+from runner.home import settle_home
 from runner.rules import tokens_per_step
 from runner.scheduler import curve, decay_start, scaled
 
@@ -110,6 +111,7 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
     if any(a in ("-h", "--help") for a in arguments):
         print(__doc__)
         return 0
+    settle_home()
     out = Path(next((a[4:] for a in arguments if a.startswith("out=")), "schedule.png"))
     try:
         plan = compose_plan([a for a in arguments if not a.startswith("out=")], conf=conf)
