@@ -33,7 +33,7 @@ class Options:
     val_fraction: float = 0.01  # of the documents (hash) or of each text (tail)
     every: int = 100
     seed: int = 0  # of the hash
-    shard_tokens: int = DEFAULT_SHARD_TOKENS
+    shard_tokens: int = DEFAULT_SHARD_TOKENS  # the last one may have a tenth more, or fewer
     workers: int = 0  # threads; 0: one per CPU. The shards do not depend on it
     verify: bool = False  # only compare the shards in `output` with their manifest
 
@@ -116,8 +116,11 @@ def main(arguments: Sequence[str]) -> int:
         print("stopped: the same command continues after the last complete shard", file=sys.stderr)
         return 130
     for name, split in manifest["splits"].items():
-        shards, documents, tokens = len(split["shards"]), split["documents"], split["tokens"]
-        print(f"{name}: {tokens} tokens of {documents} documents in {shards} shards")
+        sizes = [shard["tokens"] for shard in split["shards"]]
+        shortest = f", the shortest of {min(sizes)} tokens" if sizes else ""
+        print(
+            f"{name}: {split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{shortest}"
+        )
     print(f"{options.output}: complete")
     return 0
 
