@@ -197,6 +197,7 @@ BAD_FILES = {
     "tab": (b"\tx: 1\n", "{file}:1:1: found character"),
     "unclosed": (b"a: [1\n", "{file}:2:1: expected ',' or ']'"),
 }
+SAYS_LIBYAML = "did not find "  # before what it expected, which PyYAML's own parser says without these words
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -211,7 +212,7 @@ def test_a_file_that_is_no_option_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["runner", *arguments])
     assert run_command(arguments) == 2
-    (said,) = capsys.readouterr().err.splitlines()
+    (said,) = capsys.readouterr().err.replace(SAYS_LIBYAML, "").splitlines()
     assert said.startswith(f"runner: error: {line.format(file=file)}"), said
 
 

@@ -117,9 +117,9 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     for name, split in manifest["splits"].items():
         sizes = [shard["tokens"] for shard in split["shards"]]
-        shortest = f", the shortest of {min(sizes)} tokens" if sizes else ""
+        least = f" of at least {min(sizes)} tokens" if sizes else ""
         print(
-            f"{name}: {split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{shortest}"
+            f"{name}: {split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{least}"
         )
     print(f"{options.output}: complete")
     return 0
