@@ -118,9 +118,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, split in manifest["splits"].items():
         sizes = [shard["tokens"] for shard in split["shards"]]
         least = f" of at least {min(sizes)} tokens" if sizes else ""
-        print(
-            f"{name}: {split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{least}"
-        )
+        told = f"{split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{least}"
+        print(f"{name}: {told}")
     print(f"{options.output}: complete")
     return 0
 
