@@ -215,7 +215,7 @@ def test_a_long_schedule_is_drawn_from_few_steps_and_named_ones_are_exact(conf, 
     for step in plan.marks.values():
         assert plan.lr[step] == exact(step)
     drawn = schedule.draw(plan.lr).splitlines()
-    assert drawn[-2].rstrip("▁").endswith("█" * 60)
+    assert drawn[-2].count("█") > 60
     assert drawn[-1].endswith("99999998")
     assert list(schedule.compose_plan(["train.steps=37"], conf=conf).lr) == list(range(37))
     assert schedule.draw({0: 1e-3}).splitlines()[-1].strip() == "0"
