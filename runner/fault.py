@@ -12,6 +12,11 @@ _NO_MEMORY = re.compile(
     r"out of memory|not enough memory|can't allocate memory|bad_?alloc|CUBLAS_STATUS_ALLOC_FAILED", re.I
 )
 _WANTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.I)
+# gloo's words, and NCCL's
+_NO_PEER = re.compile(
+    r"Connection (closed|reset) by peer[^.]*|Broken pipe[^.]*|remote process exited[^.]*|ncclRemoteError",
+    re.I,
+)
 _DETAILS = re.compile(r" (Including non-PyTorch|Of the allocated|If reserved but|See documentation).*")
 
 
@@ -19,6 +24,8 @@ def fault_line(error: BaseException) -> str:
     """Return an error as one line, with the way out where there is a usual one."""
     if _lacks_memory(error):
         line = _memory_line(error)
+    elif (gone := _lacks_peer(error)) is not None:
+        line = f"another rank ended ({gone}); the launcher says which one, and its own lines why"
     elif isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         line = f"{where}{error.strerror} ({type(error).__name__})"
@@ -45,7 +52,7 @@ def expected(error: BaseException) -> bool:
     A ValueError counts if a statement of this package raised it: that is how it says what a person can
     mend, in the middle of a run too. One out of a library means that it was called wrongly.
     """
-    if isinstance(error, OSError) or _lacks_memory(error):
+    if isinstance(error, OSError) or _lacks_memory(error) or _lacks_peer(error) is not None:
         return True
     return isinstance(error, ValueError) and _raised_here(error)
 
@@ -64,6 +71,12 @@ def _lacks_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+
+
+def _lacks_peer(error: BaseException) -> str | None:
+    """Return what a collective says of a rank that is gone."""
+    found = _NO_PEER.search(str(error)) if isinstance(error, RuntimeError) else None
+    return found[0] if found else None
 
 
 def _memory_line(error: BaseException) -> str:

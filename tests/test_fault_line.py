@@ -67,6 +67,8 @@ def test_a_number_that_is_none_is_a_bug_wherever_it_is_read(monkeypatch: pytest.
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), "a/b: No space left on device"),
         (TimeoutError("no answer"), "no answer"),
         (TimeoutError(), "TimeoutError:"),
+        (RuntimeError("[/x/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:925. This is typically x"),
+         "another rank ended (Connection closed by peer [127"),
         (RuntimeError("of another\nkind"), "RuntimeError: of another kind"),
     ],
 )  # fmt: skip
