@@ -89,16 +89,17 @@ def _lead(arguments: Sequence[str], *, leader: Leader | None) -> int:
 
 
 def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
-    from runner.explain import explain, unread_files, wrong_flag
+    from runner.explain import explain, wrong_flag
     from runner.stop import interruption
     from runner.sweep.cells import CellError
+    from runner.unread import unread
 
     if leader is not None and {"-m", "--multirun"} & set(arguments):
         return _refuse(["-m: a sweep starts its own processes; run it without torchrun or srun"])
     if wrong := wrong_flag(arguments):
         return _refuse([wrong])
-    if unread := unread_files(arguments):
-        return _refuse(unread)
+    if useless := unread(arguments):
+        return _refuse(useless)
     asked = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     outcomes: list[Outcome | Exception] = []

@@ -126,42 +126,50 @@ def _one_voice(place: Place, store: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def claim(run: Config) -> Iterator[Path]:
     """Yield the run folder, locked for this process; a new one in which nothing was trained goes again."""
-    folder, created = _folder(run)
+    folder, made = _folder(run)
     try:
         with _lock(folder):
             _probe(folder)
             yield folder
     except Interrupted:
-        if created:
+        if made:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
-        if created:
+        if made:
             _remove_if_empty(folder)
-            # Only a root that holds nothing at all goes too: a mistyped command leaves no trace.
-            with contextlib.suppress(OSError):
-                folder.parent.rmdir()
+            _remove_empty(made)
 
 
-def _folder(run: Config) -> tuple[Path, bool]:
-    root, name = Path(run["root"]), run["name"]
+def _folder(run: Config) -> tuple[Path, list[Path]]:
+    """Return the run folder, and those that had to be made for it: none if it was there."""
+    root, name = Path(run["root"]).resolve(), run["name"]
     if name is not None:
         _check_name(str(name))
+    made: list[Path] = []
     try:
+        made = _missing(root if name is None else root / str(name))
         root.mkdir(parents=True, exist_ok=True)
         if name is None:
-            return _new_folder(root), True
+            folder = _new_folder(root)
+            return folder, [folder, *made]
         folder = root / str(name)
-        existed = folder.is_dir()
+        if blocked := next((path for path in (folder, *folder.parents) if path.is_file()), None):
+            raise ConfigError([f"run.name: {blocked} is a file, not a folder; choose another run.name"])
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        _remove_empty(made)
         raise ConfigError([_unusable(error, root)]) from error
-    return folder.resolve(), not existed
+    return folder.resolve(), made
+
+
+def _missing(folder: Path) -> list[Path]:
+    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def _check_name(name: str) -> None:
     parts = name.split("/")
-    if not name or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts) or "\0" in name:
+    if not name.isprintable() or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts):
         raise ConfigError([f"run.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
 
 
@@ -172,7 +180,7 @@ def _new_folder(root: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             folder = root / f"{stem}{suffix}"
             folder.mkdir()
-            return folder.resolve()
+            return folder
     raise ConfigError([f"run.root: {root} has a thousand runs named {stem}; give run.name"])
 
 
@@ -218,6 +226,13 @@ def _unusable(error: OSError, where: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"run.root: no space left for {path}; free some, or set run.root to another disk"
     return f"run.root: cannot write to {path} ({error.strerror}); set run.root to a folder you may write to"
+
+
+def _remove_empty(made: list[Path]) -> None:
+    """Remove the folders that were made for a run and hold nothing: a mistake leaves no trace."""
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runner import CONF
 from runner.config import build, check_node
 from runner.explain import explain
+from runner.fault import fault_line
 from runner.home import settle_home
 from runner.rules import tokens_per_step
 from runner.scheduler import curve, decay_start, scaled
@@ -128,7 +129,7 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
         plan = compose_plan([a for a in arguments if not a.startswith("out=")], conf=conf)
         save_png(plan, out)
     except (ValueError, OSError) as error:
-        print(f"runner: error: {error}", file=sys.stderr)
+        print(f"runner: error: {fault_line(error)}", file=sys.stderr)
         return 2
     print(draw(plan.lr))
     for name, step in plan.marks.items():

@@ -50,6 +50,15 @@ MISTAKES = {
     "run.name=naïve": "run.name: cannot read the value 'naïve'; quote it inside",
     "run.root=~x": "run.root: cannot read the value '~x'; quote it",
     "train.steps=${nowhere}": "train.steps: ",
+    "run.seed=${run.seed}": "a value: Recursive interpolation detected",
+    "run.compile=true": "run.compile: must be one of false, blocks, got true",
+    "run.name='a\nb'": "run.name: 'a\\nb' is not a folder name",
+    "run.root=/dev/null/x": "run.root: cannot write to /dev/null/x",
+    "parallel.processes=2": "parallel.processes: no such option of the chosen parallel; parallel=ddp or",
+    "+scheduler.decay_frac=0.2": "scheduler.decay_frac: no such option of the chosen scheduler; scheduler=",
+    "optimizer=[adamw,lion]": "optimizer: takes one option, got [adamw,lion]; sweep over them with -m",
+    "hydra.run.dir=x": "hydra.run.dir: not used here, a run's folder is run.root/run.name",
+    "train.micro_batch=auto": "train.micro_batch: auto needs train.tokens_per_step",
 }
 
 

@@ -56,3 +56,24 @@ def test_cells_start_from_a_run_that_is_named_as_for_one_run_alone(tmp_path: Pat
     cell = tmp_path / "outputs" / "sweeps" / "x" / "000"
     assert "s:6 trl:" in (cell / "main.log").read_text().splitlines()[0]
     assert "2 done before" in sweep(*branches, cwd=tmp_path)
+
+
+def test_a_damaged_record_of_a_cell_is_one_line_in_every_command(tmp_path: Path) -> None:
+    short = [*SHORT, TWO, "sweep.name=x", "run.plot=false"]
+    sweep(*short, cwd=tmp_path)
+    cell = tmp_path / "outputs" / "sweeps" / "x" / "000"
+    damage = [("result.json", b"{}"), ("result.json", b"{"), ("cell.json", b"[]"), ("cell.json", b"\xff")]
+    damage.append(("result.json", b'{"status": "finished", "code": 0, "val_loss": "x"}'))
+    for name, content in damage:
+        whole = (cell / name).read_bytes()
+        (cell / name).write_bytes(content)
+        for module, arguments in (
+            ("runner", ["-m", *TINY, *short]),
+            ("runner.sweep.status", [str(cell.parent)]),
+        ):
+            printed = run(*arguments, module=module, cwd=tmp_path, code=2)
+            (line,) = printed.splitlines()
+            assert f"000/{name}: " in line
+        (cell / name).write_bytes(whole)
+    (cell / "progress.log").write_bytes(b"\xff\n6 x\n7 2.5\n8")
+    assert "2 done before" in sweep(*short, cwd=tmp_path)

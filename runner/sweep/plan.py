@@ -124,6 +124,8 @@ def make_cells(
             wrong = _unlike_before(cell)
         except ConfigError as error:
             wrong = error.problems
+        except ValueError as error:  # what the cell left behind cannot be read
+            wrong = [str(error)]
         made.append(cell)
         problems += [(cell, wrong)] if wrong else []
     if problems:
@@ -233,7 +235,7 @@ def check_name(name: str) -> None:
         ConfigError: naming it.
     """
     parts = name.split("/")
-    if any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts) or "\0" in name:
+    if not name.isprintable() or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts):
         raise ConfigError([f"sweep.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
 
 
