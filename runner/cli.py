@@ -1,7 +1,8 @@
 """`python -m runner`: compose, check, launch. One clear line per mistake, and nothing created for it.
 
 Exit codes: 0 done; 1 the run failed or diverged; 2 the command is wrong; 124 the watchdog ended a hung
-run; 130 / 143 / 129 / 138 / 140 stopped by SIGINT / SIGTERM / SIGHUP / SIGUSR1 / SIGUSR2 after saving.
+run; 130 / 143 / 129 / 138 / 140 stopped by SIGINT / SIGTERM / SIGHUP / SIGUSR1 / SIGUSR2 after saving,
+or before there was anything to save.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import os
 import re
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _NO_MEMORY = re.compile(
@@ -18,6 +21,17 @@ _NO_PEER = re.compile(
     re.I,
 )
 _DETAILS = re.compile(r" (Including non-PyTorch|Of the allocated|If reserved but|See documentation).*")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError say which file it is about: those of writing to an open one do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # else it has a text of its own, which a name would hide
+            error.filename = error.filename or str(path)
+        raise
 
 
 def fault_line(error: BaseException) -> str:

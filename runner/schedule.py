@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,14 +29,19 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Plan(NamedTuple):
-    """A composed schedule: the config node, learning rates by step, and steps worth naming.
+    """A composed schedule: the config node, steps with their learning rates, and steps worth naming.
 
-    `lr` has every step of a short run, else steps at equal distances and the named ones, in order.
+    `steps` are all of a short run, else steps at equal distances and the named ones, in order.
     """
 
     node: dict[str, Any]
-    lr: dict[int, float]
+    steps: list[int]
+    lr: list[float]
     marks: dict[str, int]
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of one of `steps`."""
+        return self.lr[self.steps.index(step)]
 
 
 def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
@@ -65,7 +69,7 @@ def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
     bound = partial(scaled, schedule=_bind(settings, tokens=tokens), factor=_factor(config, tokens=tokens))
     marks = _marks(settings, steps=steps, tokens=tokens)
     at = sorted({*_spread(steps, count=POINTS), *_spread(steps, count=WIDTH - LABEL), *marks.values()})
-    return Plan(settings, dict(zip(at, curve(bound, steps, at=at), strict=True)), marks)
+    return Plan(settings, at, curve(bound, steps, at=at), marks)
 
 
 def _spread(steps: int, *, count: int) -> list[int]:
@@ -84,12 +88,12 @@ def _factor(config: Any, *, tokens: int) -> float:
     return options.lr_factor(tokens)
 
 
-def draw(lr: Mapping[int, float], *, height: int = HEIGHT) -> str:
+def draw(plan: Plan, *, height: int = HEIGHT) -> str:
     """Draw learning rates over steps as text of `height` rows, 0 at the bottom and the highest at the top."""
-    last = max(lr)
+    last = plan.steps[-1]
     columns = _spread(last + 1, count=WIDTH - LABEL)
-    top = max(lr.values()) or 1.0
-    levels = [math.ceil(lr[step] / top * height * 8) for step in columns]
+    top = max(plan.lr) or 1.0
+    levels = [math.ceil(plan.rate(step) / top * height * 8) for step in columns]
     rows = []
     for row in reversed(range(height)):
         name = f"{top:.2e}" if row == height - 1 else "0" if row == 0 else ""
@@ -105,10 +109,10 @@ def save_png(plan: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(list(plan.lr), list(plan.lr.values()), color="tab:blue")
+    axes.plot(plan.steps, plan.lr, color="tab:blue")
     for name, step in plan.marks.items():
-        axes.plot(step, plan.lr[step], "o", color="tab:blue", markersize=4)
-        axes.annotate(name, (step, plan.lr[step]), textcoords="offset points", xytext=(4, 6), fontsize=8)
+        axes.plot(step, plan.rate(step), "o", color="tab:blue", markersize=4)
+        axes.annotate(name, (step, plan.rate(step)), textcoords="offset points", xytext=(4, 6), fontsize=8)
     axes.set_xlabel("step")
     axes.set_ylabel("learning rate")
     axes.set_ylim(bottom=0)
@@ -131,9 +135,9 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
     except (ValueError, OSError) as error:
         print(f"runner: error: {fault_line(error)}", file=sys.stderr)
         return 2
-    print(draw(plan.lr))
+    print(draw(plan))
     for name, step in plan.marks.items():
-        print(f"{name:>12}  step {step:<8} lr {plan.lr[step]:.9g}")
+        print(f"{name:>12}  step {step:<8} lr {plan.rate(step):.9g}")
     print(f"{'image':>12}  {out}")
     return 0
 

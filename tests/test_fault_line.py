@@ -17,7 +17,7 @@ import torch
 from runner.api import Event, Note, RunInfo
 from runner.data.shard import HEADER_BYTES, require_range, write_shard
 from runner.emit import Emitter
-from runner.fault import fault_line, stack
+from runner.fault import fault_line, naming, stack
 from tests.commands import SMALL, environment, run, start
 from tests.rank_runs import TWO, children, done_steps, lines, wait_for
 
@@ -187,3 +187,11 @@ def test_the_record_is_written_at_the_end_or_the_run_says_that_it_is_not() -> No
     late.room = True
     assert emitter.close("finished") == ["jsonl"]
     assert late.written == [0, 1, 2]
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
+    def write() -> None:
+        with naming(tmp_path / "x"), Path("/dev/full").open("w") as file:
+            file.write("x")
+
+    assert fault_line(caught(write)) == f"{tmp_path / 'x'}: No space left on device (OSError)"

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from runner.fault import naming
+
 Config = dict[str, Any]
 Status = Literal["finished", "diverged", "stopped", "pruned", "failed"]
 
@@ -196,7 +198,7 @@ def write_json(path: Path, content: Any) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f"{path.name}.tmp")
-    with open(tmp, "w", encoding="utf-8") as file:
+    with naming(tmp), open(tmp, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1, default=str, ensure_ascii=False)
         file.write("\n")
         file.flush()
