@@ -1,7 +1,8 @@
 """`python -m runner`: compose, check, launch. One clear line per mistake, and nothing created for it.
 
 Exit codes: 0 done; 1 the run failed or diverged; 2 the command is wrong; 124 the watchdog ended a hung
-run; 130 / 143 / 129 / 138 / 140 stopped by SIGINT / SIGTERM / SIGHUP / SIGUSR1 / SIGUSR2 after saving.
+run; 130 / 143 / 129 / 138 / 140 stopped by SIGINT / SIGTERM / SIGHUP / SIGUSR1 / SIGUSR2 after saving,
+or before there was anything to save.
 """
 
 from __future__ import annotations
@@ -56,18 +57,31 @@ def run_command(arguments: Sequence[str]) -> int:
 
         print(usage())
         return 0
+    from runner.home import settle_home
     from runner.ranks import Leader, placed
+    from runner.stop import StartUp
 
     try:
         place = placed()
     except ValueError as error:
         return _refuse([str(error)])
-    if place is None:
-        return _run(arguments, leader=None)
-    if place.rank > 0:
+    settle_home(tell=place is None or place.rank == 0)
+    if place is not None and place.rank > 0:
         return _follow(place)
-    leader = Leader(place)
-    code = _run(arguments, leader=leader)
+    with StartUp():
+        return _lead(arguments, leader=Leader(place) if place is not None else None)
+
+
+def _lead(arguments: Sequence[str], *, leader: Leader | None) -> int:
+    from runner.stop import Interrupted
+
+    try:
+        code = _run(arguments, leader=leader)
+    except Interrupted as error:
+        print(f"runner: {error}", file=sys.stderr)
+        code = error.code
+    if leader is None:
+        return code
     try:
         leader.dismiss(code)
     except ValueError as error:
@@ -76,15 +90,17 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
-    from runner.explain import explain, unread_files, wrong_flag
+    from runner.explain import explain, wrong_flag
+    from runner.stop import interruption
     from runner.sweep.cells import CellError
+    from runner.unread import unread
 
     if leader is not None and {"-m", "--multirun"} & set(arguments):
         return _refuse(["-m: a sweep starts its own processes; run it without torchrun or srun"])
     if wrong := wrong_flag(arguments):
         return _refuse([wrong])
-    if unread := unread_files(arguments):
-        return _refuse(unread)
+    if useless := unread(arguments):
+        return _refuse(useless)
     asked = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     outcomes: list[Outcome | Exception] = []
@@ -92,23 +108,22 @@ def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
         _hydra_app(outcomes, restore_env=not asked, leader=leader)()
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 1 if leave.code else 0
-    except KeyboardInterrupt:
-        return 130
     except ConfigError as error:
         return _refuse(error.problems)
     except CellError:
         return 1
     except Exception as error:
+        if (signal := interruption(error)) is not None:
+            raise signal from None
         lines = explain(error, arguments)
-        if lines is None:
-            raise
-        return _refuse(lines)
+        return _settle(error) if lines is None else _refuse(lines)
     codes = [_settle(outcome) for outcome in outcomes]
     return max(codes, default=0)
 
 
 def _settle(outcome: Outcome | Exception) -> int:
-    from runner.launch import RankError, fault_line
+    from runner.fault import fault_line, stack
+    from runner.launch import RankError
 
     if isinstance(outcome, ConfigError):
         return _refuse(outcome.problems)
@@ -116,10 +131,7 @@ def _settle(outcome: Outcome | Exception) -> int:
         print(f"{outcome.trace}runner: error: {outcome}", file=sys.stderr)
         return outcome.code
     if isinstance(outcome, Exception):
-        import traceback
-
-        traceback.print_exception(outcome)
-        print(f"runner: error: {fault_line(outcome)}", file=sys.stderr)
+        print(f"{stack(outcome)}runner: error: {fault_line(outcome)}", file=sys.stderr)
         return 1
     return outcome.code
 

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -76,6 +77,19 @@ def option_list(group: str) -> str:
     return f"; choose one of {', '.join(names)}" if names else ""
 
 
+def elsewhere(group: str, key: str) -> str:
+    """Return the end of a line about a key that its group's chosen option lacks and another one has."""
+    from runner import CONF
+
+    if group not in GROUPS or group in MULTIPLE:
+        return ""
+    mark = re.compile(rf"^{re.escape(key)}:", re.M)
+    having = [
+        name for name in option_names(group) if mark.search((CONF / group / f"{name}.yaml").read_text())
+    ]
+    return f" of the chosen {group}; {group}={' or '.join(having[:3])} has it" if having else ""
+
+
 def check_node(node: Mapping[str, Any], path: str, trust: tuple[str, ...] = TRUSTED) -> Iterator[str]:
     """Yield the problems of one constructor call."""
     target = node.get("_target_")
@@ -129,6 +143,8 @@ def _check_value(value: Any, path: str, annotation: Any, trust: tuple[str, ...])
 
 
 def _unknown(key: str, allowed: Any, path: str = "") -> str:
+    if others := elsewhere(path, key):
+        return f"no such option{others}"
     near = difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.5)
     prefix = f"{path}." if path else ""
     hint = (

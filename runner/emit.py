@@ -95,13 +95,26 @@ class Emitter:
                 except Exception:
                     log.warning("logger.%s could not pass it on", name)
 
-    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """Close every logger, whatever the others do."""
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> list[str]:
+        """Close every logger, whatever the others do; return the parts of the record that lack lines."""
+        lacking = [name for name in self.loggers if name in RECORDS and not self._written(name)]
         for name, logger in self.loggers.items():
             try:
                 logger.close(status)
             except Exception as error:
                 log.warning("logger.%s did not close: %s", name, _text(error))
+        return lacking
+
+    def _written(self, name: str) -> bool:
+        """Write what still waits, as there will be no later event to do it; say what could not be."""
+        waiting = self._waiting.get(name, deque())
+        try:
+            while waiting:
+                self.loggers[name].log(waiting[0])
+                waiting.popleft()
+        except Exception as error:
+            log.error("logger.%s: %s; %d of its lines are lost", name, _text(error), len(waiting))
+        return not waiting
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loggers that keep one (a wandb run id)."""

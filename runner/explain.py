@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-import itertools
 import re
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from runner import CONF
 from runner.arguments import to_type
-from runner.config import GROUPS, option_list, option_names
+from runner.config import GROUPS, elsewhere, option_list, option_names
 
 _COMPOSER = "hydra._internal.config_loader_impl"
 
@@ -63,31 +60,6 @@ def wrong_flag(arguments: Sequence[str]) -> str | None:
     except SystemExit:
         return f"{said.getvalue().strip().rpartition('error: ')[2]}; see --help"
     return None
-
-
-def unread_files(arguments: Sequence[str]) -> list[str]:
-    """Return a line for each config folder that has options of names that the package has itself.
-
-    Hydra takes the first file of a name, which is the package's: the other one would do nothing.
-    """
-    folders = [f for a, f in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
-    folders += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
-    folders += [
-        f for a in arguments if "hydra.searchpath" in a for f in re.findall(r"file://([^,\]'\"]+)", a)
-    ]
-    lines = []
-    for folder in map(Path, folders):
-        twins = sorted(p for p in folder.rglob("*.yaml") if _hidden(p, CONF / p.relative_to(folder)))
-        if twins:
-            more = f" (and {len(twins) - 1} more)" if twins[1:] else ""
-            lines.append(
-                f"{twins[0]}{more}: never read, the package has an option of this name; give it another one"
-            )
-    return lines
-
-
-def _hidden(path: Path, packaged: Path) -> bool:
-    return packaged.is_file() and path.is_file() and packaged.read_bytes() != path.read_bytes()
 
 
 def _not_an_option(arguments: Sequence[str]) -> str:
@@ -165,7 +137,7 @@ def _omegaconf(error: Any) -> str:
         near = _near(error, key)
         return f"{key}: no such option{near}"
     if "nterpolation" in type(error).__name__:
-        return f"{key}: {text} (check the ${{...}} in its value)"
+        return f"{key or 'a value'}: {text} (check the ${{...}} in its value)"
     return f"{key}: {text}" if key and key not in text else text
 
 
@@ -173,6 +145,8 @@ def _near(error: Any, key: str) -> str:
     """Suggest the closest sibling of an unknown key."""
     parent = getattr(error, "parent_node", None)
     prefix, _, last = key.rpartition(".")
+    if others := elsewhere(prefix, last):
+        return others
     try:
         names = [str(name) for name in parent] if parent is not None else []
     except Exception:

@@ -91,7 +91,8 @@ def _literal(value: Any, choices: tuple[Any, ...]) -> str | None:
         return None
     near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"must be one of {', '.join(map(str, choices))}, got {show(value)}{hint}"
+    listed = ", ".join(choice if isinstance(choice, str) else show(choice) for choice in choices)
+    return f"must be one of {listed}, got {show(value)}{hint}"
 
 
 def _switch(value: Any, choices: tuple[Any, ...]) -> Any:

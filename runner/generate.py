@@ -151,6 +151,7 @@ def load_run(path: Path, *, device: torch.device) -> LoadedRun:
 
 def main(argv: list[str] | None = None) -> int:
     """Generate from the command line; return the exit code."""
+    from runner.fault import fault_line, stack
     from runner.generate_command import parse, write
 
     arguments = sys.argv[1:] if argv is None else argv
@@ -167,6 +168,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()
         return 0
+    except Exception as error:
+        print(f"{stack(error)}runner.generate: error: {fault_line(error)}", file=sys.stderr)
+        return 1
     return 0
 
 

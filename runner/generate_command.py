@@ -17,6 +17,9 @@ from runner.text_stream import TextStream
 Load = Callable[..., LoadedRun]
 
 
+MOST_TEXTS = 4096  # at once: each has its keys and values in memory
+
+
 class Options(NamedTuple):
     """The command's arguments, by name and with their defaults."""
 
@@ -51,8 +54,10 @@ def parse(argv: list[str]) -> Options:
     if "run" not in values:
         raise ValueError("run=PATH is missing: the folder of a run, such as run=outputs/x")
     options = Options(**values)
-    if options.n < 1 or options.max_tokens < 1:
-        raise ValueError(f"n={options.n} and max_tokens={options.max_tokens} must be at least 1")
+    if not 1 <= options.n <= MOST_TEXTS or options.max_tokens < 1:
+        raise ValueError(
+            f"n={options.n} must lie in 1..{MOST_TEXTS} and max_tokens={options.max_tokens} be at least 1"
+        )
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"seed={options.seed} must lie in 0..{2**63 - 1}")
     check_sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)

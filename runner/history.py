@@ -137,9 +137,12 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
             if not text.endswith(b"\n"):
                 return  # torn by a crash, or being written at this moment
             try:
-                yield json.loads(text)
-            except json.JSONDecodeError:
-                raise ValueError(f"{path}:{number}: not a JSON object: {text[:60]!r}") from None
+                row = json.loads(text)
+            except ValueError:  # of json, or of the encoding that it takes random bytes for
+                row = None
+            if not isinstance(row, dict) or not {"event", "step"} <= row.keys():
+                raise ValueError(f"{path}:{number}: not a row of a run's metrics: {text[:60]!r}")
+            yield row
 
 
 def _add(points: _Points, name: str, *, step: int, value: float) -> None:
@@ -184,6 +187,10 @@ def _curve(steps: array[int], values: array[float]) -> Curve:
 
 def _settings(folder: Path) -> dict[str, str]:
     path = folder / "manifest.json"
-    if not path.is_file():
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    return flatten(json.loads(path.read_text()).get("config", {}))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); remove it to go on without settings") from None
+    return flatten(manifest.get("config", {}) if isinstance(manifest, dict) else {})

@@ -16,6 +16,7 @@ import torch
 
 from runner import closing
 from runner.assembly import Process, choose_device
+from runner.checkpoint.folder import done_steps
 from runner.cli import ConfigError
 from runner.launch import Outcome
 from runner.opening import open_session
@@ -91,12 +92,17 @@ def _train(s: Session, config: Config) -> Outcome:
     except DivergedError as error:
         message = str(error)
         s.progress.val_loss = float("inf")
-    except BaseException:
+    except BaseException as error:
         _close_alone(s)
+        if steps := done_steps(s.dir):
+            where = f"the checkpoint of step {steps[-1]} (with run.name={s.dir.name})"
+            error.add_note(f"the same command goes on from {where}")
         raise
-    _close(s, status)
+    if lacking := _close(s, status):
+        status, code = ("failed", 1) if status == "finished" else (status, code)
+        message = message or f"the record is not complete: logger.{', logger.'.join(lacking)} (see above)"
     outcome = Outcome(s.dir, status, code, s.progress.step, s.progress.val_loss, message)
-    if s.engine.rank == 0:
+    if s.engine.rank == 0 and (s.progress.step or status != "stopped"):
         closing.report(s, config, outcome)
     return outcome
 
@@ -111,12 +117,15 @@ def _verdict(s: Session) -> tuple[Status, int, str]:
     )
     if stopped:
         s.stop.agree(s.engine.gather)
-        return "stopped", s.stop.code, message if lost else ""
+        return "stopped", s.stop.code, message if lost and step else ""
     return ("failed", 1, message) if lost else ("finished", 0, "")
 
 
-def _close(s: Session, status: Status) -> None:
-    """Complete what is under way and close every part; all ranks together."""
+def _close(s: Session, status: Status) -> list[str]:
+    """Complete what is under way and close every part; all ranks together.
+
+    Returns the loggers of the record that could not write all of it (rank 0).
+    """
     s.watchdog.beat("closing")
     s.emit_quietly(s.readback.drain())
     s.stream.close()
@@ -128,7 +137,7 @@ def _close(s: Session, status: Status) -> None:
     if s.engine.world > 1:
         torch.distributed.destroy_process_group()
     s.watchdog.beat("closing the loggers")
-    s.emitter.close(status)
+    return s.emitter.close(status)
 
 
 def _close_alone(s: Session) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,9 @@ from annotated_types import Ge, Gt, Le
 
 from runner import native_build
 from runner.cli import ConfigError
+from runner.fault import fault_line, stack
 from runner.ranks import Leader, Place, first_to, hear, meet
+from runner.stop import Interrupted, undisturbed
 
 Config = dict[str, Any]
 
@@ -68,37 +69,35 @@ class RankError(RuntimeError):
         self.trace, self.code = trace, code
 
 
-def fault_line(error: BaseException) -> str:
-    """Return an error as one line, with the way out where there is a usual one."""
-    kind = type(error).__name__
-    line = " ".join(f"{kind}: {error}".split())
-    if kind == "OutOfMemoryError":
-        line += "; lower train.micro_batch (train.tokens_per_step keeps the step as it is)"
-    return line
-
-
 def launch(config: Config, *, leader: Leader | None = None) -> Outcome:
     """Run a checked configuration to its end on every rank; `leader` if another program started them.
 
     Raises:
         ConfigError: the run folder cannot be used, or what it holds forbids this run.
         RankError: a rank died.
+        Interrupted: a signal came before anything was trained.
     """
     with claim(config["run"]) as folder:
-        if leader is not None:
-            from runner.job import run_rank
+        outcome = _launch_in(folder, config, leader=leader)
+        if outcome.status == "stopped" and outcome.step == 0:
+            raise Interrupted(outcome.code - 128)
+        return outcome
 
-            store = leader.announce(config, dir=str(folder))
-            with _one_voice(leader.place, store):
-                return run_rank(config, dir=folder, place=leader.place, store=store)
-        if (processes := config["parallel"].get("processes") or 1) > 1:
-            from runner.supervise import run_ranks
 
-            return run_ranks(config, dir=folder, processes=processes)
-        native_build.begin()
+def _launch_in(folder: Path, config: Config, *, leader: Leader | None) -> Outcome:
+    processes = config["parallel"].get("processes") or 1
+    if leader is None and processes > 1:
+        from runner.supervise import run_ranks
+
+        return run_ranks(config, dir=folder, processes=processes)
+    native_build.begin()
+    with undisturbed():
         from runner.job import run_rank
-
-        return run_rank(config, dir=folder)
+    if leader is not None:
+        store = leader.announce(config, dir=str(folder))
+        with _one_voice(leader.place, store):
+            return run_rank(config, dir=folder, place=leader.place, store=store)
+    return run_rank(config, dir=folder)
 
 
 def follow(place: Place) -> Outcome | int:
@@ -124,46 +123,56 @@ def _one_voice(place: Place, store: Any) -> Iterator[None]:
         name = f"rank {place.rank} of {place.world}"
         if not first_to(store, "fail"):
             raise RankError(f"{name} ended because another rank failed", trace="", code=1) from None
-        raise RankError(
-            f"{name} failed: {fault_line(error)}", trace=traceback.format_exc(), code=1
-        ) from error
+        raise RankError(f"{name} failed: {fault_line(error)}", trace=stack(error), code=1) from error
 
 
 @contextlib.contextmanager
 def claim(run: Config) -> Iterator[Path]:
-    """Yield the run folder, locked for this process; a new one that stayed empty is removed again."""
-    folder, created = _folder(run)
+    """Yield the run folder, locked for this process; a new one in which nothing was trained goes again."""
+    folder, made = _folder(run)
     try:
         with _lock(folder):
             _probe(folder)
             yield folder
+    except Interrupted:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
-        if created:
+        if made:
             _remove_if_empty(folder)
-            # Only a root that holds nothing at all goes too: a mistyped command leaves no trace.
-            with contextlib.suppress(OSError):
-                folder.parent.rmdir()
+            _remove_empty(made)
 
 
-def _folder(run: Config) -> tuple[Path, bool]:
-    root, name = Path(run["root"]), run["name"]
+def _folder(run: Config) -> tuple[Path, list[Path]]:
+    """Return the run folder, and those that had to be made for it: none if it was there."""
+    root, name = Path(run["root"]).resolve(), run["name"]
     if name is not None:
         _check_name(str(name))
+    made: list[Path] = []
     try:
+        made = _missing(root if name is None else root / str(name))
         root.mkdir(parents=True, exist_ok=True)
         if name is None:
-            return _new_folder(root), True
+            folder = _new_folder(root)
+            return folder, [folder, *made]
         folder = root / str(name)
-        existed = folder.is_dir()
+        if blocked := next((path for path in (folder, *folder.parents) if path.is_file()), None):
+            raise ConfigError([f"run.name: {blocked} is a file, not a folder; choose another run.name"])
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        _remove_empty(made)
         raise ConfigError([_unusable(error, root)]) from error
-    return folder.resolve(), not existed
+    return folder.resolve(), made
+
+
+def _missing(folder: Path) -> list[Path]:
+    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def _check_name(name: str) -> None:
     parts = name.split("/")
-    if not name or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts) or "\0" in name:
+    if not name.isprintable() or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts):
         raise ConfigError([f"run.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
 
 
@@ -174,7 +183,7 @@ def _new_folder(root: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             folder = root / f"{stem}{suffix}"
             folder.mkdir()
-            return folder.resolve()
+            return folder
     raise ConfigError([f"run.root: {root} has a thousand runs named {stem}; give run.name"])
 
 
@@ -220,6 +229,13 @@ def _unusable(error: OSError, where: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"run.root: no space left for {path}; free some, or set run.root to another disk"
     return f"run.root: cannot write to {path} ({error.strerror}); set run.root to a folder you may write to"
+
+
+def _remove_empty(made: list[Path]) -> None:
+    """Remove the folders that were made for a run and hold nothing: a mistake leaves no trace."""
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _remove_if_empty(folder: Path) -> None:

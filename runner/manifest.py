@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import runner
 from runner import provenance
+from runner.fault import naming
 
 FILE_NAME = "manifest.json"
 
@@ -82,7 +83,7 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest into the run folder, whole or not at all."""
     path = folder / FILE_NAME
     tmp = path.with_name(FILE_NAME + ".tmp")
-    with open(tmp, "w", encoding="utf-8") as file:
+    with naming(tmp), open(tmp, "w", encoding="utf-8") as file:
         file.write(_text(manifest, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())

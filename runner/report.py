@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.history import History, Summary, by_loss, differing, is_run, read_history, summarize
+from runner.home import settle_home
 from runner.plot import plot_run, plot_runs
 
 _CSS = """
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold runs")
     parser.add_argument("--out", help="where to write (default: the run's folder, or the one they share)")
     given = parser.parse_args(arguments)
+    settle_home()
     try:
         if len(given.runs) == 1 and (Path(given.runs[0]) / "cells.json").is_file():
             from runner.sweep.summary import main as summarize_sweep

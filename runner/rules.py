@@ -77,7 +77,7 @@ def _model(config: Config) -> Iterator[str]:
 def tokens_per_step(train: Config, *, world: int) -> int:
     """Return the tokens of one update over all processes."""
     given = train.get("tokens_per_step")
-    return int(given if given else train["micro_batch"] * train["seq_len"] * world)
+    return int(given if given else _rows(train) * train["seq_len"] * world)
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -15,26 +15,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runner import CONF
 from runner.config import build, check_node
 from runner.explain import explain
+from runner.fault import fault_line
+from runner.home import settle_home
 from runner.rules import tokens_per_step
 from runner.scheduler import curve, decay_start, scaled
 
 if TYPE_CHECKING:
     from runner.api import Scheduler
 
-WIDTH, HEIGHT = 80, 12  # of the drawing in the terminal
+WIDTH, HEIGHT, LABEL = 80, 12, 10  # of the drawing in the terminal, and of the numbers on its left
+POINTS = 2000  # of the curve in the image, which is as wide
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Plan(NamedTuple):
-    """A composed schedule: the config node, its learning rates by step, and steps worth naming."""
+    """A composed schedule: the config node, steps with their learning rates, and steps worth naming.
+
+    `steps` are all of a short run, else steps at equal distances and the named ones, in order.
+    """
 
     node: dict[str, Any]
+    steps: list[int]
     lr: list[float]
     marks: dict[str, int]
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of one of `steps`."""
+        return self.lr[self.steps.index(step)]
+
 
 def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
-    """Compose the run's configuration and evaluate its schedule at every step."""
+    """Compose the run's configuration and evaluate its schedule."""
     import hydra
     from hydra import compose, initialize_config_dir  # 0.2 s that importing this module need not cost
     from omegaconf import OmegaConf
@@ -56,7 +67,15 @@ def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
     settings = {str(key): value for key, value in node.items()}
     tokens = tokens_per_step(config.train, world=config.parallel.get("processes") or 1)
     bound = partial(scaled, schedule=_bind(settings, tokens=tokens), factor=_factor(config, tokens=tokens))
-    return Plan(settings, curve(bound, steps), _marks(settings, steps=steps, tokens=tokens))
+    marks = _marks(settings, steps=steps, tokens=tokens)
+    at = sorted({*_spread(steps, count=POINTS), *_spread(steps, count=WIDTH - LABEL), *marks.values()})
+    return Plan(settings, at, curve(bound, steps, at=at), marks)
+
+
+def _spread(steps: int, *, count: int) -> list[int]:
+    """Return at most `count` steps of a run at equal distances, the first and the last among them."""
+    count = min(count, steps)
+    return [round(i * (steps - 1) / max(count - 1, 1)) for i in range(count)]
 
 
 def _factor(config: Any, *, tokens: int) -> float:
@@ -69,20 +88,18 @@ def _factor(config: Any, *, tokens: int) -> float:
     return options.lr_factor(tokens)
 
 
-def draw(lr: list[float], *, width: int = WIDTH, height: int = HEIGHT) -> str:
+def draw(plan: Plan, *, height: int = HEIGHT) -> str:
     """Draw learning rates over steps as text of `height` rows, 0 at the bottom and the highest at the top."""
-    label = 10
-    columns = min(width - label, len(lr))
-    picked = [lr[round(i * (len(lr) - 1) / max(columns - 1, 1))] for i in range(columns)]
-    top = max(lr) or 1.0
-    levels = [math.ceil(value / top * height * 8) for value in picked]
+    last = plan.steps[-1]
+    columns = _spread(last + 1, count=WIDTH - LABEL)
+    top = max(plan.lr) or 1.0
+    levels = [math.ceil(plan.rate(step) / top * height * 8) for step in columns]
     rows = []
     for row in reversed(range(height)):
         name = f"{top:.2e}" if row == height - 1 else "0" if row == 0 else ""
         bars = "".join(_BLOCKS[min(max(level - row * 8, 0), 8)] for level in levels)
-        rows.append(f"{name:>{label - 1}} {bars}".rstrip())
-    last = str(len(lr) - 1)
-    rows.append(" " * label + "0" + last.rjust(columns - 1) if len(lr) > 1 else " " * label + "0")
+        rows.append(f"{name:>{LABEL - 1}} {bars}".rstrip())
+    rows.append(" " * LABEL + "0" + (str(last).rjust(len(columns) - 1) if last else ""))
     return "\n".join(rows)
 
 
@@ -92,10 +109,10 @@ def save_png(plan: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(plan.lr, color="tab:blue")
+    axes.plot(plan.steps, plan.lr, color="tab:blue")
     for name, step in plan.marks.items():
-        axes.plot(step, plan.lr[step], "o", color="tab:blue", markersize=4)
-        axes.annotate(name, (step, plan.lr[step]), textcoords="offset points", xytext=(4, 6), fontsize=8)
+        axes.plot(step, plan.rate(step), "o", color="tab:blue", markersize=4)
+        axes.annotate(name, (step, plan.rate(step)), textcoords="offset points", xytext=(4, 6), fontsize=8)
     axes.set_xlabel("step")
     axes.set_ylabel("learning rate")
     axes.set_ylim(bottom=0)
@@ -110,16 +127,17 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
     if any(a in ("-h", "--help") for a in arguments):
         print(__doc__)
         return 0
+    settle_home()
     out = Path(next((a[4:] for a in arguments if a.startswith("out=")), "schedule.png"))
     try:
         plan = compose_plan([a for a in arguments if not a.startswith("out=")], conf=conf)
         save_png(plan, out)
     except (ValueError, OSError) as error:
-        print(f"runner: error: {error}", file=sys.stderr)
+        print(f"runner: error: {fault_line(error)}", file=sys.stderr)
         return 2
-    print(draw(plan.lr))
+    print(draw(plan))
     for name, step in plan.marks.items():
-        print(f"{name:>12}  step {step:<8} lr {plan.lr[step]:.9g}")
+        print(f"{name:>12}  step {step:<8} lr {plan.rate(step):.9g}")
     print(f"{'image':>12}  {out}")
     return 0
 

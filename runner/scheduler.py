@@ -12,7 +12,7 @@ import ctypes
 import ctypes.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -167,9 +167,9 @@ def decay_start(total_steps: int, *, decay_frac: float | None = None, decay_step
     return math.floor(round((1.0 - decay_frac) * total_steps, 6))
 
 
-def curve(scheduler: Scheduler, steps: int) -> list[float]:
-    """Return the learning rate of every step of a run, or raise one line about the first bad value."""
-    return [_checked(scheduler, step, steps=steps) for step in range(steps)]
+def curve(scheduler: Scheduler, steps: int, *, at: Iterable[int] | None = None) -> list[float]:
+    """Return the rates at the steps `at` of a run (None: all), or raise one line about the first bad one."""
+    return [_checked(scheduler, step, steps=steps) for step in (range(steps) if at is None else at)]
 
 
 def probe(scheduler: Scheduler, steps: int) -> None:

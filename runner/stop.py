@@ -1,4 +1,7 @@
-"""Signals: finish the step, save, close, leave. A second signal leaves at once."""
+"""Signals: finish the step, save, close, leave. A second signal leaves at once.
+
+Before the first step there is nothing to save: then a signal undoes what has been begun, and leaves.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -21,6 +24,94 @@ def handled() -> tuple[signal.Signals, ...]:
     """Return the signals to take over: all, but SIGHUP where nohup has it ignored."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return SIGNALS[:-1] if ignored else SIGNALS
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal came before anything was trained; `code` is the exit code that says so."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name}: left before anything was trained")
+        self.number, self.code = number, 128 + number
+
+
+def interruption(error: BaseException | None) -> Interrupted | None:
+    """Return the signal behind an error: what it interrupts may fail in a way of its own."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+class StartUp:
+    """While a run starts, let a signal end what is under way as Ctrl-C does, so that it is undone.
+
+    Whoever takes the signals over, and gives them back by `give_back`, ends the start: what has been
+    trained by then is saved, so that a signal simply ends the process.
+    """
+
+    def __init__(self) -> None:
+        self.over = self.busy = False
+        self.noted: int | None = None
+        self._since: float | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StartUp:
+        self._previous = {number: signal.signal(number, self) for number in handled()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        give_back(self._previous)
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Raise Interrupted, or leave at once if that takes too long."""
+        now = time.monotonic()
+        if self.over or (self._since is not None and now - self._since > _ECHO_S):
+            os._exit(128 + number)
+        if self._since is None:
+            self._since, self.noted = now, number
+            if not self.busy:
+                raise Interrupted(number)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Put off what a signal does to a start while something is under way that an exception would break.
+
+    Compiled code that is being imported ends the process if one passes through it.
+    """
+    start_up = signal.getsignal(signal.SIGTERM)
+    if not isinstance(start_up, StartUp):
+        yield
+        return
+    start_up.busy = True
+    try:
+        yield
+    finally:
+        start_up.busy = False
+    if start_up.noted is not None:
+        raise Interrupted(start_up.noted)
+
+
+def give_back(previous: Mapping[int, Any]) -> None:
+    """Put back the signal handlers that somebody had taken over."""
+    for number, handler in previous.items():
+        if isinstance(handler, StartUp):
+            handler.over = True
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Let signals wait, also in the processes started meanwhile, until those call `let_through`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handled())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    """Take the signals that were held back when this process was started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled())
 
 
 class Stop:
@@ -52,20 +143,19 @@ class Stop:
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        give_back(self._previous)
 
     def pass_on(self) -> None:
         """Call the handler that was there before, now that all is saved: submitit's requeues the job."""
         previous = self._previous.get(self.signal or 0)
-        if self.signal in PREEMPTION and callable(previous):
+        if self.signal in PREEMPTION and callable(previous) and not isinstance(previous, StartUp):
             previous(self.signal, None)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
         if not self.requested:
             self.signal, self._at = number, now
-            _say(f"{name}: finishing this step and saving; once more to leave at once")
+            _say(f"{name}: finishing what is under way and saving; once more to leave at once")
         elif now - self._at > _ECHO_S:
             _say(f"{name} again: left at once; the newest complete checkpoint counts")
             os._exit(128 + number)

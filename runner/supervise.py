@@ -20,7 +20,7 @@ from typing import IO, Any
 from runner.cli import ConfigError
 from runner.launch import Outcome, RankError
 from runner.ranks import Place
-from runner.stop import handled
+from runner.stop import Interrupted, give_back, handled, held_back
 from runner.watchdog import HANG_CODE
 from runner.worker import Order, Report
 
@@ -96,14 +96,16 @@ def run_ranks(config: Config, *, dir: Path, processes: int) -> Outcome:
 
     Raises:
         ConfigError: the folder or the data forbid this run.
+        Interrupted: a signal came before anything was trained.
         RankError: a rank ended otherwise; the others have been ended too.
     """
     with _listening() as sock:
         ranks: list[Rank] = []
         with _forwarded(ranks) as received:
             try:
-                for number in range(processes):
-                    ranks.append(_start(config, dir=dir, number=number, world=processes, sock=sock))
+                with held_back():  # a signal reaches every rank or, before there are any, none
+                    for number in range(processes):
+                        ranks.append(_start(config, dir=dir, number=number, world=processes, sock=sock))
                 _wait(ranks)
             finally:
                 for rank in ranks:
@@ -158,12 +160,11 @@ def _forwarded(ranks: list[Rank]) -> Iterator[list[int]]:
         for rank in ranks:
             rank.signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in handled()}
+    previous: dict[int, Any] = {number: signal.signal(number, forward) for number in handled()}
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        give_back(previous)
 
 
 def _wait(ranks: list[Rank]) -> None:
@@ -194,11 +195,14 @@ def _conclude(ranks: list[Rank], *, received: list[int]) -> Outcome:
     name = f"rank {cause.number} of {len(ranks)}"
     if report is not None and report.kind == "config":
         raise ConfigError(report.lines)
+    if report is not None and report.kind == "interrupted":
+        raise Interrupted(report.signal)
     if len(received) > 1 and code == 128 + received[-1]:
         text = "stopped at once by a second signal; the newest complete checkpoint counts"
         raise RankError(text, trace="", code=code)
     if report is not None:
-        raise RankError(f"{name} failed: {report.lines[0]}", trace=cause.tail() + report.trace, code=1)
+        trace = cause.tail() + report.trace if report.trace else ""
+        raise RankError(f"{name} failed: {report.lines[0]}", trace=trace, code=1)
     trace = "".join(rank.tail() for rank in failed)
     if code == HANG_CODE:
         raise RankError(

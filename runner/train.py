@@ -49,8 +49,10 @@ class Plan:
 
 def train(s: Session) -> float:
     """Run `s` to its last step; return the final validation loss (nats per token)."""
-    if s.progress.step == 0:
+    s.progress.stopped = s.engine.any(s.stop.requested)  # during the start
+    if s.progress.step == 0 and not s.progress.stopped:
         evaluate(s, step=0, last=False)
+        s.progress.stopped = s.engine.any(s.stop.requested)
     while s.progress.step < s.plan.steps and not s.progress.stopped:
         step = s.progress.step
         s.watchdog.beat(f"step {step}")

@@ -9,13 +9,14 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runner.cli import ConfigError
-from runner.launch import Outcome, fault_line
+from runner.fault import fault_line, stack
+from runner.launch import Outcome
 from runner.ranks import Place
+from runner.stop import Interrupted, StartUp, let_through, undisturbed
 from runner.streams import settle_streams
 
 
@@ -33,11 +34,19 @@ class Order(NamedTuple):
 class Report(NamedTuple):
     """How a rank ended, at `time.monotonic()` of this machine."""
 
-    kind: Literal["outcome", "config", "error"]
+    kind: Literal["outcome", "config", "error", "interrupted"]
     at: float
     outcome: Outcome | None = None
     lines: tuple[str, ...] = ()
     trace: str = ""
+    signal: int = 0
+
+    @property
+    def code(self) -> int:
+        """Return the exit code of the rank's process."""
+        if self.outcome is not None:
+            return self.outcome.code
+        return {"config": 2, "error": 1}.get(self.kind, 128 + self.signal)
 
 
 def main() -> None:
@@ -51,18 +60,22 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # What torch would tear down here may wait for ranks that are gone.
-    os._exit(report.outcome.code if report.outcome else 2 if report.kind == "config" else 1)
+    os._exit(report.code)
 
 
 def _run(order: Order) -> Report:
-    from runner.job import run_rank
-
     try:
-        outcome = run_rank(order.config, dir=order.dir, place=order.place, listening=order.listening)
+        with StartUp():
+            let_through()
+            with undisturbed():
+                from runner.job import run_rank
+            outcome = run_rank(order.config, dir=order.dir, place=order.place, listening=order.listening)
+    except Interrupted as error:
+        return Report("interrupted", time.monotonic(), signal=error.number)
     except ConfigError as error:
         return Report("config", time.monotonic(), lines=tuple(error.problems))
     except BaseException as error:
-        return Report("error", time.monotonic(), lines=(fault_line(error),), trace=traceback.format_exc())
+        return Report("error", time.monotonic(), lines=(fault_line(error),), trace=stack(error))
     return Report("outcome", time.monotonic(), outcome)
 
 

@@ -350,3 +350,13 @@ def test_bits_per_byte_of_a_uniform_guess(tmp_path):
     """ln 257 nats per byte token are a little over 8 bits per byte, because of the end-of-text tokens."""
     ratio = Moby(cache=str(tmp_path)).bytes_per_token("val")
     assert math.log2(257) / ratio == pytest.approx(8.007, abs=1e-3)
+
+
+def test_a_line_end_is_spelled_as_a_shell_can_pass_it(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"line number {n}\n" for n in range(400)))
+    spelled = [
+        Text(path=f"{tmp_path}/a.txt", tokenizer="byte", cache=str(tmp_path / "c"), separator=text)
+        for text in ("\n", "\\n")
+    ]
+    assert spelled[0].fingerprint() == spelled[1].fingerprint()
+    assert spelled[0].check(**SHAPE, vocab_size=None) == []

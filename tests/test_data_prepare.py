@@ -151,6 +151,29 @@ def test_killed_command_continues_after_its_last_shard(tmp_path):
     assert found == hashes(tmp_path / "straight")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [(2000, [1000, 1000]), (2001, [1000, 1001]), (2099, [1000, 1099]), (2100, [1000, 1000, 100]), (99, [99])],
+)
+def test_a_rest_that_is_too_short_to_train_on_ends_the_shard_before(tmp_path, tokens, sizes):
+    documents = [Document("train", "x" * (tokens - 1))]
+    settings = {"tokenizer": ByteTokenizer(), "key": {}, "shard_tokens": 1000}
+    manifest = build(documents, tmp_path, **settings)
+    assert [shard["tokens"] for shard in manifest["splits"]["train"]["shards"]] == sizes
+    assert manifest["splits"]["train"]["tokens"] == tokens
+    assert len(tokens_of(tmp_path, "train")) == tokens
+    assert verify(tmp_path) == []
+    good = hashes(tmp_path)
+    # Killed between the last shard and the manifest that knows of it.
+    before = read_manifest(tmp_path) | {"complete": False}
+    before["splits"]["train"]["shards"] = [
+        {"file": "train_000000.bin", "tokens": 1000, "sha256": "", "document": 0, "token": 1000}
+    ]
+    (tmp_path / "manifest.json").write_text(json.dumps(before))
+    build(documents, tmp_path, **settings)
+    assert hashes(tmp_path) == good
+
+
 def test_damaged_shard_is_found_and_written_again(tmp_path):
     documents = [Document("train", text) for text in texts(50)]
     settings = {"tokenizer": ByteTokenizer(), "key": {}, "shard_tokens": 500}

@@ -69,7 +69,7 @@ def test_the_30m_recipe(tmp_path: Path) -> None:
     assert sum(p.numel() for p in model.parameters()) == 128 * 512 + body
     assert 50257 * 512 + body == 50_906_112
 
-    lr = compose_plan(["experiment=llama_30m"]).lr
+    plan = compose_plan(["experiment=llama_30m"])
 
     def lesson(step: int) -> float:
         if step < 200:
@@ -77,7 +77,8 @@ def test_the_30m_recipe(tmp_path: Path) -> None:
         progress = (step - 200) / (20000 - 200)
         return 0.1 * 3e-4 + 0.5 * (3e-4 - 0.1 * 3e-4) * (1 + math.cos(math.pi * progress))
 
-    assert lr == pytest.approx([lesson(step) for step in range(20000)], rel=1e-5, abs=1e-12)
+    assert len(plan.steps) >= 2000
+    assert plan.lr == pytest.approx([lesson(step) for step in plan.steps], rel=1e-5, abs=1e-12)
     assert (config["clip"]["max_norm"], config["outlier"]["max_ratio"]) == (1.0, 5.0)
     assert scheduler["peak_lr"] == optimizer["lr"]
 

@@ -102,3 +102,21 @@ def test_a_person_types_it(runs: dict[str, Path], tmp_path: Path) -> None:
     missing = run("run=nowhere", cwd=tmp_path, module="runner.generate", code=2)
     assert len(missing.splitlines()) == 1
     assert "nowhere: no such file or folder" in missing
+
+
+@pytest.mark.parametrize("count", ["0", "5000", "1000000000000"])
+def test_more_texts_than_memory_can_hold_are_refused(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run=nowhere", f"n={count}"]) == 2
+    assert f"n={count} must lie in 1..4096" in capsys.readouterr().err
+
+
+def test_what_the_machine_lacks_is_one_line(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(command, "load_run", full)
+    assert command.main([f"run={runs['gpt2']}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("runner.generate: error: out of memory")

@@ -202,3 +202,22 @@ def test_native_runs_resume_exactly_at_the_same_number_of_ranks(
         tmp_path / "straight" / "main.log"
     ).read_bytes()
     assert_same_files(tmp_path / "straight", tmp_path / "pieces", step=20)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("raise_at", "rank 1 of 2 failed: RuntimeError: debug.raise_at: an error in step 9"),
+        ("kill_at", "rank 0 of 2 failed: another rank ended (Connection "),
+    ],
+)
+def test_under_torchrun_one_line_names_the_rank_and_the_cause(fault: str, line: str, tmp_path: Path) -> None:
+    code, printed = torchrun(
+        *command(tmp_path, "parallel=ddp", f"debug.{fault}=9", "debug.rank=1", "run.name=x"), cwd=tmp_path
+    )
+    assert code != 0
+    said = [text for text in printed.splitlines() if text.startswith("runner: error: ")]
+    assert sum(text.startswith(f"runner: error: {line}") for text in said) == 1, printed
+    assert all("ended because another rank failed" in text for text in said if line not in text)
+    assert printed.count("in _one_voice") == (fault == "raise_at"), "a stack for what needs none"

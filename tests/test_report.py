@@ -100,9 +100,22 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path):
 
 
 def test_a_damaged_row_is_named(tmp_path):
+    for damaged in (b"\xff\xfe]\n", b"[]\n", b'{"step": 1}\n'):
+        (tmp_path / "metrics.jsonl").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a row of a run's metrics"):
+            read_history(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("garbage\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object: b'garbage"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a row of a run's metrics: b'garbage"):
         read_history(tmp_path)
+
+
+def test_a_damaged_manifest_is_named(tmp_path):
+    folder = write_run(tmp_path / "a")
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"a/manifest.json: cannot be read"):
+        read_history(folder)
+    (folder / "manifest.json").write_text("[]")
+    assert read_history(folder).settings == {}
 
 
 def test_runs_are_sorted_by_validation_loss_and_diverged_ones_come_last(runs):

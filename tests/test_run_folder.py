@@ -75,3 +75,19 @@ def test_what_must_be_seen_is_seen_without_a_console(tmp_path: Path) -> None:
     printed = run(*SMALL, "train.steps=14", "run.name=a", cwd=tmp_path)
     assert "warning: checkpoint 14 in" in printed
     assert printed.count("is damaged, trying the next older one") == 1
+
+
+@pytest.mark.parametrize("where", [["run.name=a/b/c"], ["run.root=q/w", "run.name=a/b"], ["run.root=q/w/e"]])
+def test_a_refused_run_leaves_none_of_the_folders_that_were_made_for_it(
+    where: list[str], tmp_path: Path
+) -> None:
+    run(*SMALL, *where, "checkpoint.resume=must", cwd=tmp_path, code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "x").write_text("")
+    for name in ("x", "x/y"):
+        printed = run(*SMALL, f"run.name={name}", cwd=tmp_path, code=2)
+        assert f"run.name: {tmp_path / 'outputs' / 'x'} is a file, not a folder" in printed

@@ -200,6 +200,28 @@ def test_the_drawing_names_where_a_wsd_schedule_turns(conf):
     assert plan.lr[9] == plan.lr[80] == float(np.float32(3e-4))
 
 
+def test_a_long_schedule_is_drawn_from_few_steps_and_named_ones_are_exact(conf, monkeypatch):
+    asked = []
+    real = schedule.curve
+    monkeypatch.setattr(schedule, "curve", lambda *a, at: asked.extend(at) or real(*a, at=at))
+    long = ["scheduler=wsd", "train.steps=99999999", "scheduler.warmup_steps=777777"]
+    plan = schedule.compose_plan(long, conf=conf)
+    assert len(asked) < 3000
+    assert plan.steps == sorted(asked)
+    turn = decay_start(99999999, decay_frac=0.2, decay_steps=None)
+    assert plan.marks == {"first": 0, "warmup end": 777776, "decay start": turn, "last": 99999998}
+    shape = {"peak_lr": 3e-4, "warmup_steps": 777777, "total_steps": 99999999, "final_frac": 0.0}
+    exact = partial(wsd, **shape, decay_frac=0.2)
+    for step in plan.marks.values():
+        assert plan.rate(step) == exact(step)
+    drawn = schedule.draw(plan).splitlines()
+    assert drawn[-2].count("█") > 60
+    assert drawn[-1].endswith("99999998")
+    assert schedule.compose_plan(["train.steps=37"], conf=conf).steps == list(range(37))
+    one = schedule.compose_plan(["train.steps=1"], conf=conf)
+    assert schedule.draw(one).splitlines()[-1].strip() == "0"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.stop import Stop
-from tests.commands import run, start
+from runner.stop import Interrupted, StartUp, Stop, interruption, undisturbed
+from tests.commands import SMALL, run, start
 from tests.rank_runs import (
     TWO,
     alive,
@@ -127,3 +127,79 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     run(*few, "debug.slow_save_s=0", "train.steps=8", "run.name=x", cwd=tmp_path)
     assert done_steps(folder) == [4, 8]
     assert not notes(folder) or "damaged" not in "".join(notes(folder))
+
+
+STARTING = [*SMALL, "train.steps=100000", "scheduler=constant", "evaluate.val.batches=2000"]
+
+
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGUSR1, []), (signal.SIGHUP, TWO)],
+)
+def test_a_signal_before_the_first_step_leaves_nothing(
+    number: signal.Signals, more: list[str], tmp_path: Path
+) -> None:
+    for wait_s in (0.2, 0.5, 0.9, 1.4):
+        process = start(*more, *STARTING, cwd=tmp_path)
+        time.sleep(wait_s)
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + number, printed
+        assert printed.splitlines()[-1] == f"runner: {number.name}: left before anything was trained"
+        assert "Traceback" not in printed
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_during_the_start_of_a_run_that_goes_on_costs_nothing(tmp_path: Path) -> None:
+    few = [*SMALL, "train.steps=14", "scheduler=constant", "run.name=x"]
+    run(*few, cwd=tmp_path)
+    folder = tmp_path / "outputs" / "x"
+    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+    process = start(*few, "train.steps=28", cwd=tmp_path)
+    time.sleep(0.6)
+    process.terminate()
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, printed
+    after = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+    assert {name for name in before if after[name] != before[name]} <= {".lock", "manifest.json"}
+    run(*few, "train.steps=28", cwd=tmp_path)
+    assert done_steps(folder) == [7, 14, 21, 28]
+
+
+def test_an_exception_that_a_signal_causes_elsewhere_is_the_signal_s() -> None:
+    try:
+        try:
+            raise Interrupted(signal.SIGTERM)
+        finally:
+            raise UnboundLocalError("what a library does with it")
+    except UnboundLocalError as error:
+        found = interruption(error)
+    assert found is not None
+    assert found.code == 143
+
+
+def test_a_signal_waits_for_what_cannot_be_left_halfway_and_ends_a_start_that_is_over() -> None:
+    reached = []
+    with pytest.raises(Interrupted), StartUp():  # noqa: PT012
+        with undisturbed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("the end")
+        reached.append("too far")
+    assert reached == ["the end"]
+    with StartUp() as start_up:
+        stop = Stop()
+        stop.install()
+        stop.restore()
+        assert start_up.over
+
+
+def test_a_signal_while_cells_start_is_not_their_failure(tmp_path: Path) -> None:
+    process = start("-m", *STARTING, "run.seed=1,2", "sweep.name=s", cwd=tmp_path)
+    cell = tmp_path / "outputs" / "sweeps" / "s" / "000"
+    wait_for((cell / "cell.json").exists)
+    process.send_signal(signal.SIGHUP)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 129, printed
+    assert "failed" not in printed
+    assert "#0 stopped before its first step" in printed
+    assert not (cell / "result.json").exists()

@@ -177,7 +177,7 @@ class WandbLogger:
             self._connecting = True
             return wandb.init(mode=mode, **about)
         except Exception as error:
-            _LOG.warning("wandb's server does not answer, writing offline instead (%s)", _first_line(error))
+            _LOG.warning("wandb cannot log online, writing offline instead (%s)", _first_line(error))
             _quiet_setup(wandb)
             return wandb.init(mode="offline", **about)
         finally:

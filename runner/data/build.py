@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.data.manifest import Manifest, fresh_manifest, save_manifest, start_or_continue
-from runner.data.shard import Tokens, layout_for, write_shard
+from runner.data.shard import MAX_SHARD_TOKENS, ShardReader, Tokens, layout_for, read_header, write_shard
 from runner.data.tokenizer import Tokenizer
 from runner.data.tokenizer_file import write_tokenizer
 
 DEFAULT_SHARD_TOKENS = 100_000_000  # llm.c's fineweb.py
+REST = 0.1  # of shard_tokens: a last shard of less becomes the end of the one before
 _CHUNK_BYTES = 1 << 20  # of text per job of a thread: by bytes, so that one long document is no long tail
 
 
@@ -63,6 +65,8 @@ def build(
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
     """Write `documents` as shards `<split>_000000.bin`, ... into `folder`; return the manifest.
+
+    Each holds `shard_tokens` tokens, but for the last: between `REST` of that and 1 + `REST`.
 
     Each document is an end-of-text token and its tokens, so every document starts after one, as in
     llm.c's data. `key` (plain JSON) says what the shards are made from: a folder with a complete
@@ -135,18 +139,36 @@ class _SplitWriter:
         return added
 
     def finish(self) -> None:
-        """Write what is left as a last, shorter shard."""
-        if self._filled:
-            self._flush(self._end[0], token=self._end[1])
+        """Write what is left as a last, shorter shard; a mere rest goes to the end of the shard before.
+
+        A shard that holds no batch cannot be trained on, and its tokens would be in the way.
+        """
+        if not self._filled:
+            return
+        left, shards = self._buffer[: self._filled], self._entry["shards"]
+        short = self._filled < len(self._buffer) * REST
+        if short and shards and shards[-1]["tokens"] + self._filled <= MAX_SHARD_TOKENS:
+            left = np.concatenate((self._take_back(), left))
+        self._write(left, document=self._end[0], token=self._end[1])
 
     def _flush(self, document: int, *, token: int) -> None:
+        self._write(self._buffer[: self._filled], document=document, token=token)
+
+    def _write(self, tokens: Tokens, *, document: int, token: int) -> None:
         name = f"{self._split}_{len(self._entry['shards']):06d}.bin"
-        digest = write_shard(self._folder / name, self._buffer[: self._filled])
-        shard = {"file": name, "tokens": self._filled, "sha256": digest, "document": document, "token": token}
+        digest = write_shard(self._folder / name, tokens)
+        shard = {"file": name, "tokens": tokens.size, "sha256": digest, "document": document, "token": token}
         self._entry["shards"].append(shard)
-        self._entry["tokens"] += self._filled
+        self._entry["tokens"] += tokens.size
         self._filled = 0
         save_manifest(self._folder, self._manifest)
+
+    def _take_back(self) -> Tokens:
+        """Return the tokens of the last shard, which is to be written again."""
+        shard = read_header(self._folder / self._entry["shards"].pop()["file"])
+        self._entry["tokens"] -= shard.tokens
+        with closing(ShardReader([shard])) as reader:
+            return reader.read(0, start=0, count=shard.tokens)
 
 
 def _encode_all(jobs: Iterable[_Job], tokenizer: Tokenizer, *, workers: int) -> Iterator[_Encoded]:

@@ -108,7 +108,8 @@ class Text:
         self.tokenizer: api.Tokenizer | None = self._tokenizer
         self.vocab_size = self._tokenizer.vocab_size
         self._path = path
-        self._separator = separator
+        # A shell and Hydra both leave \\n as it is; the same spelling as in runner.data.prepare.
+        self._separator = separator if separator is None else separator.replace("\\n", "\n")
         self._val_fraction = val_fraction
         self._cache = cache
         self._splits = Splits(

@@ -18,6 +18,9 @@ from runner.data.documents import Split, assign, find_sources, read_texts
 from runner.data.manifest import Manifest, verify
 from runner.data.shard import MAX_SHARD_TOKENS
 from runner.data.tokenizer import tokenizer
+from runner.fault import fault_line
+
+_EMPTY = "nothing: give more documents, a separator=, or split=tail, which holds out the end of each"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class Options:
     val_fraction: float = 0.01  # of the documents (hash) or of each text (tail)
     every: int = 100
     seed: int = 0  # of the hash
-    shard_tokens: int = DEFAULT_SHARD_TOKENS
+    shard_tokens: int = DEFAULT_SHARD_TOKENS  # the last one may have a tenth more, or fewer
     workers: int = 0  # threads; 0: one per CPU. The shards do not depend on it
     verify: bool = False  # only compare the shards in `output` with their manifest
 
@@ -110,14 +113,16 @@ def main(arguments: Sequence[str]) -> int:
             return 1 if problems else 0
         manifest = prepare(options, progress=Report(sys.stderr))
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(fault_line(error) if isinstance(error, OSError) else error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped: the same command continues after the last complete shard", file=sys.stderr)
         return 130
     for name, split in manifest["splits"].items():
-        shards, documents, tokens = len(split["shards"]), split["documents"], split["tokens"]
-        print(f"{name}: {tokens} tokens of {documents} documents in {shards} shards")
+        sizes = [shard["tokens"] for shard in split["shards"]]
+        least = f" of at least {min(sizes)} tokens" if sizes else f" ({_EMPTY})"
+        told = f"{split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{least}"
+        print(f"{name}: {told}")
     print(f"{options.output}: complete")
     return 0
 
@@ -148,7 +153,10 @@ def _convert(text: str, kind: object) -> object:
             raise ValueError("allowed are true and false")
         return text == "true"
     if kind is int or kind is float:
-        return kind(text.replace("_", ""))
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            raise ValueError(f"expected a {'whole ' if kind is int else ''}number") from None
     if choices := get_args(kind):
         if type(None) in choices:  # the separator
             return None if text in ("", "null") else text.replace("\\n", "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from runner.fault import naming
 
 Tokens = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32, as in the file
 
@@ -228,9 +231,14 @@ def write_shard(path: Path, tokens: Tokens) -> str:
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file so that a crash leaves either the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk needs the room
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     temporary.replace(path)

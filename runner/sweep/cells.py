@@ -11,16 +11,21 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from runner.fault import naming
 
 Config = dict[str, Any]
 Status = Literal["finished", "diverged", "stopped", "pruned", "failed"]
 
 DONE: frozenset[Status] = frozenset({"finished", "diverged", "pruned"})
 """A cell that ended like this is never run again: it would end the same way."""
+
+_PROGRESS = re.compile(r"^(\d+) (nan|-?inf|[-+.\de]+)\n", re.M)
 
 _HOW = ("sweep", "hydra", "logger", "checkpoint", "meter")
 _HOW_RUN = ("root", "name", "label", "group", "tags", "plot", "overwrite", "threads", "trust")
@@ -131,11 +136,7 @@ def add_numbers(folder: Path, cells: Iterable[Cell]) -> None:
 
 def read_cell(folder: Path) -> dict[str, Any] | None:
     """Return what a cell was started with (label, overrides, config); None if it never was."""
-    try:
-        content: dict[str, Any] = _read(folder / "cell.json")
-    except FileNotFoundError:
-        return None
-    return content
+    return _read_fields(folder / "cell.json", ("number", "label", "overrides", "config"))
 
 
 def write_cell(cell: Cell) -> None:
@@ -146,12 +147,13 @@ def write_cell(cell: Cell) -> None:
 
 def read_result(folder: Path) -> Result | None:
     """Return how a cell ended; None if it has not."""
-    try:
-        content = _read(folder / "result.json")
-    except FileNotFoundError:
+    content = _read_fields(folder / "result.json", ("status", "code", "val_loss"))
+    if content is None:
         return None
-    content["val_loss"] = float(content["val_loss"])
-    return Result(**content)
+    try:
+        return Result(**{**content, "val_loss": float(content["val_loss"])})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'result.json'}: {error}; remove it to run the cell again") from None
 
 
 def write_result(folder: Path, result: Result) -> None:
@@ -171,17 +173,16 @@ def last_progress(folder: Path) -> tuple[int, float]:
 def read_progress(folder: Path) -> list[tuple[int, float]]:
     """Return (step, validation loss or nan) as a cell reported them, in order."""
     try:
-        lines = (folder / "progress.log").read_text(encoding="ascii").splitlines(keepends=True)
+        text = (folder / "progress.log").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
         return []
-    fields = [line.split() for line in lines if line.endswith("\n")]
-    return [(int(f[0]), float(f[1])) for f in fields if len(f) == 2]
+    return [(int(line[1]), float(line[2])) for line in _PROGRESS.finditer(text)]
 
 
 def ending(folder: Path) -> str | None:
     """Return the status with which a cell's logger was closed; None if it was not, or runs again."""
     try:
-        text = (folder / "progress.log").read_text(encoding="ascii")
+        text = (folder / "progress.log").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
         return None
     last = text.splitlines()[-1] if text else ""
@@ -197,12 +198,23 @@ def write_json(path: Path, content: Any) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f"{path.name}.tmp")
-    with open(tmp, "w", encoding="utf-8") as file:
+    with naming(tmp), open(tmp, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1, default=str, ensure_ascii=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(tmp, path)
+
+
+def _read_fields(path: Path, names: Iterable[str]) -> dict[str, Any] | None:
+    """Return an object that has these fields; None if there is no such file."""
+    try:
+        content = _read(path)
+    except FileNotFoundError:
+        return None
+    if not isinstance(content, dict) or not set(names) <= content.keys():
+        raise ValueError(f"{path}: not what a sweep writes; remove it, or choose another sweep.name")
+    return content
 
 
 def _read(path: Path) -> Any:

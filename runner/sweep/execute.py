@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.rules import processes
+from runner.stop import give_back, handled
 from runner.sweep import cells
 from runner.sweep.cells import Cell, Result
 from runner.sweep.plan import placed
@@ -226,7 +227,7 @@ def _threads_before(cell: Cell, threads: int | None) -> int | None:
 
 
 class Interrupts:
-    """Count SIGINT and SIGTERM while a sweep runs: the first stops it gently, the second at once."""
+    """Count signals while a sweep runs: the first stops it gently, the second at once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -234,13 +235,12 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handled():
             self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        give_back(self._previous)
 
     def _note(self, number: int, _frame: object) -> None:
         self.count += 1

@@ -32,8 +32,9 @@ def locked(folder: Path) -> Iterator[int]:
         ) from error
     try:
         _take(handle, folder)
-        os.truncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # it only says who has the lock; a full disk is told later
+            os.truncate(handle, 0)
+            os.pwrite(handle, str(os.getpid()).encode(), 0)
         yield handle
     finally:
         os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +54,7 @@ class Composer:
             raise ConfigError(lines or [str(error)]) from error
         with open_dict(config):
             del config["hydra"]
-        return resolve(config)
+        return _started(resolve(config))
 
     def settings(self) -> Sweep:
         """Return the checked `sweep.*` settings.
@@ -123,11 +124,26 @@ def make_cells(
             wrong = _unlike_before(cell)
         except ConfigError as error:
             wrong = error.problems
+        except ValueError as error:  # what the cell left behind cannot be read
+            wrong = [str(error)]
         made.append(cell)
         problems += [(cell, wrong)] if wrong else []
     if problems:
         raise ConfigError(_lines(problems, total=len(made)))
     return made
+
+
+def _started(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the run that it starts from found where one run alone would find it.
+
+    A cell looks below its sweep's folder, where the names of other cells are.
+    """
+    run = config["run"]
+    name = str(run["from"] or "").rpartition("@")[0] or str(run["from"] or "")
+    there = Path(run["root"]) / name
+    if not name or re.fullmatch(r"\d{3,}", name) or not there.is_dir():
+        return config
+    return {**config, "run": {**run, "from": str(Path(run["root"]) / run["from"])}}
 
 
 def numbered(key: str, label: str, row: dict[str, Any], *, folder: Path, numbers: dict[str, int]) -> Cell:
@@ -150,11 +166,19 @@ def known_numbers(folder: Path) -> dict[str, int]:
 
 def placed(cell: Cell, *, root: Path, group: str, threads: int | None) -> dict[str, Any]:
     """Return the configuration that a cell's process gets: its folder, its threads, a log for the sweep."""
-    run = {"root": str(root), "name": cell.name, "label": cell.label or cell.name, "group": group}
+    run: dict[str, Any] = placed_run(cell, root=root, group=group)
     if cell.config["run"]["threads"] is None and threads is not None:
-        run["threads"] = threads  # type: ignore[assignment]
+        run["threads"] = threads
     loggers = {**(cell.config["logger"] or {}), "cell": cell_log.entry()}
     return {**cell.config, "run": {**cell.config["run"], **run}, "logger": loggers}
+
+
+def placed_run(cell: Cell, *, root: Path, group: str) -> dict[str, Any]:
+    """Return the `run.*` settings that say where a cell goes and what loggers call it."""
+    given = cell.config["run"]
+    label = " ".join(filter(None, (given["label"], cell.label))) or cell.name
+    group = given["group"] or group
+    return {"root": str(root), "name": cell.name, "label": label, "group": group, "from": given["from"]}
 
 
 def _unlike_before(cell: Cell) -> list[str]:
@@ -185,6 +209,25 @@ def _lines(problems: Sequence[tuple[Cell, list[str]]], *, total: int) -> list[st
     return [*shared, *named]
 
 
+def check_place(command: Command) -> None:
+    """Refuse names for single cells: they have numbers, which a repeated command finds again.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    problems = [
+        f"{key}: a sweep's cells are folders 000, 001, ... of one folder and cannot have their own; give one "
+        f"value, which names the sweep, or sweep over run.label"
+        for key in ("run.name", "run.root", "sweep.name", "sweep.root")
+        if key in command.swept
+    ]
+    name, own = command.fixed.get("run.name"), command.fixed.get("sweep.name")
+    if own is not None and name is not None and own != name:
+        problems.append(f"run.name: {name!r}, but sweep.name={own!r} names the folder; give only one of them")
+    if problems:
+        raise ConfigError(problems)
+
+
 def check_name(name: str) -> None:
     """Refuse a sweep name that is no folder name.
 
@@ -192,7 +235,7 @@ def check_name(name: str) -> None:
         ConfigError: naming it.
     """
     parts = name.split("/")
-    if any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts) or "\0" in name:
+    if not name.isprintable() or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts):
         raise ConfigError([f"sweep.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
 
 

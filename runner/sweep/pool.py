@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import runner
+from runner.stop import held_back
 
 
 class Ended(NamedTuple):
@@ -88,7 +89,7 @@ class Pool:
         inherited = os.environ.get("PYTHONPATH")
         env = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
         env["PYTHONPATH"] = os.pathsep.join([root, inherited] if inherited else [root])
-        with theirs:
+        with theirs, held_back():  # until the server ignores what only the sweep may act on
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "runner.sweep.server", str(theirs.fileno())],
                 env=env,

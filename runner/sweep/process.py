@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 from runner.cli import ConfigError
+from runner.fault import fault_line, stack
 from runner.launch import Outcome, RankError, launch
 from runner.sweep.cells import Result, Status, write_result
 
@@ -16,7 +16,11 @@ Config = dict[str, Any]
 
 
 def run_cell(config: Config, folder: Path) -> int:
-    """Run one cell in `folder`; return its exit code. What it finished is written down here."""
+    """Run one cell in `folder`; return its exit code. What it finished is written down here.
+
+    Raises:
+        Interrupted: a signal came before anything was trained.
+    """
     faulthandler.enable()  # a crash in native code leaves its stack in the log
     try:
         outcome = launch(config)
@@ -28,8 +32,8 @@ def run_cell(config: Config, folder: Path) -> int:
         sys.stderr.write(f"{error.trace}runner: error: {error}\n")
         return _fail(folder, code=error.code, message=str(error))
     except Exception as error:
-        traceback.print_exc()
-        return _fail(folder, code=1, message=f"{type(error).__name__}: {error}")
+        sys.stderr.write(f"{stack(error)}runner: error: {fault_line(error)}\n")
+        return _fail(folder, code=1, message=fault_line(error))
     result = result_of(outcome)
     if result.status != "stopped":
         write_result(folder, result)

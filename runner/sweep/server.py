@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from runner.stop import Interrupted, StartUp, handled, held_back, let_through
 from runner.streams import LastingStream
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,8 +30,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main() -> None:
     """Serve the sweep at the other end of the socket whose descriptor is the first argument."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in handled():
         signal.signal(number, signal.SIG_IGN)  # the sweep decides what a Ctrl-C means
+    let_through()
     with socket.socket(fileno=int(sys.argv[1])) as link:
         Server(link).serve()
 
@@ -83,9 +85,10 @@ class Server:
 
     def _start(self, number: int, request: dict[str, Any]) -> None:
         server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._be_cell(server, request)
+        with held_back():  # what is sent to the cell waits until it can take it
+            pid = os.fork()
+            if pid == 0:
+                self._be_cell(server, request)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # here too: the group must exist before anybody may want to kill it
         self._pids[number] = pid
@@ -95,8 +98,7 @@ class Server:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setpgid(0, 0)
             end_with_parent(server)
             self._link.close()
@@ -104,7 +106,12 @@ class Server:
             os.environ.update(request["env"])
             from runner.sweep.process import run_cell
 
-            code = run_cell(request["config"], Path(request["folder"]))
+            with StartUp():
+                let_through()
+                code = run_cell(request["config"], Path(request["folder"]))
+        except Interrupted as error:
+            sys.stderr.write(f"runner: {error}\n")
+            code = error.code
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()

@@ -33,8 +33,9 @@ class SweepOutcome:
 
 def sweep_folder(composer: Composer) -> Path:
     """Return where this command's cells are: the same for the same command."""
-    settings = composer.settings()
-    name = settings.name or naming.sweep_name(composer.command(), preset=composer.preset)
+    settings, command = composer.settings(), composer.command()
+    plan.check_place(command)
+    name = settings.name or naming.sweep_name(command, preset=composer.preset)
     plan.check_name(name)
     return (Path(settings.root) / name).resolve()
 
@@ -137,8 +138,8 @@ def run_elsewhere(composer: Composer, jobs: Sequence[Job], *, launch: Launch) ->
 
 
 def _placed_lines(cell: Cell, folder: Path) -> list[str]:
-    run = {"root": str(folder), "name": cell.name, "label": cell.label or cell.name, "group": folder.name}
-    lines = [f"run.{key}={quoted(value)}" for key, value in run.items()]
+    run = plan.placed_run(cell, root=folder, group=folder.name)
+    lines = [f"run.{key}={quoted(value)}" for key, value in run.items() if value is not None]
     return [*lines, "+logger.cell._target_=runner.sweep.cell_log.CellLog"]
 
 

@@ -42,7 +42,8 @@ class Teller:
     def ended(self, cell: Cell, result: Result, *, seconds: float) -> None:
         """Tell how a cell ended, and how long the rest will take."""
         if result.status == "stopped":
-            self.line(f"#{cell.number} stopped at step {result.step}, saved {cell.label}".rstrip())
+            where = f"at step {result.step}, saved" if result.step else "before its first step"
+            self.line(f"#{cell.number} stopped {where} {cell.label}".rstrip())
             return
         self._done += 1
         self._seconds.append(seconds)

@@ -1,0 +1,56 @@
+"""Arguments of a command that would do nothing, or not what they say: refused before anything is composed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from runner import CONF
+from runner.config import GROUPS, MULTIPLE
+
+# Hydra's own settings that it would take and nobody read, and what decides instead.
+_HYDRAS = {
+    "hydra.run.dir": "a run's folder is run.root/run.name",
+    "hydra.sweep.dir": "a sweep's folder is sweep.root/sweep.name",
+    "hydra.sweep.subdir": "a sweep's cells are numbered",
+    "hydra.output_subdir": "the configuration is in the run folder's manifest.json",
+    "hydra.job.chdir": "paths are relative to where the command is given",
+}
+
+
+def unread(arguments: Sequence[str]) -> list[str]:
+    """Return a line for each argument or file that the command would not heed."""
+    return [*_files(arguments), *_settings(arguments)]
+
+
+def _settings(arguments: Sequence[str]) -> Iterator[str]:
+    for argument in arguments:
+        key, _, value = argument.lstrip("+").partition("=")
+        if key in _HYDRAS:
+            yield f"{key}: not used here, {_HYDRAS[key]}"
+        elif key in GROUPS and key not in MULTIPLE and re.fullmatch(r"\[.*,.*\]", value):
+            # Hydra would merge them into one that is neither.
+            yield f"{key}: takes one option, got {value}; sweep over them with -m {key}={value[1:-1]}"
+
+
+def _files(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each config folder that has options of names that the package has itself.
+
+    Hydra takes the first file of a name, which is the package's: the other one would do nothing.
+    """
+    folders = [f for a, f in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
+    folders += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
+    folders += [
+        f for a in arguments if "hydra.searchpath" in a for f in re.findall(r"file://([^,\]'\"]+)", a)
+    ]
+    for folder in map(Path, folders):
+        twins = sorted(p for p in folder.rglob("*.yaml") if _hidden(p, CONF / p.relative_to(folder)))
+        if twins:
+            more = f" (and {len(twins) - 1} more)" if twins[1:] else ""
+            yield f"{twins[0]}{more}: never read, the package has an option of this name; give it another one"
+
+
+def _hidden(path: Path, packaged: Path) -> bool:
+    return packaged.is_file() and path.is_file() and packaged.read_bytes() != path.read_bytes()
