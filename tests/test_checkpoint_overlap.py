@@ -84,7 +84,7 @@ def restored(path: Path) -> Snapshot:
 
 def test_updates_go_on_while_the_writer_has_not_begun(tmp_path: Path) -> None:
     gate = Gate()
-    store, live = make_store(tmp_path, fault=gate), gpt2_snapshot(20)
+    store, live = make_store(tmp_path, async_="on", fault=gate), gpt2_snapshot(20)
     assert store.save(live) == []
     for _ in range(4):
         assert store.before_update() == []
@@ -104,7 +104,7 @@ def test_updates_go_on_in_the_middle_of_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun_s: float
 ) -> None:
     slow_down(monkeypatch, piece_bytes=1024, write_s=0.002)
-    store, live = make_store(tmp_path), gpt2_snapshot(20)
+    store, live = make_store(tmp_path, async_="on"), gpt2_snapshot(20)
     store.save(live)
     time.sleep(begun_s)
     updates, events = 0, store.before_update()
@@ -119,7 +119,7 @@ def test_updates_go_on_in_the_middle_of_a_write(
 
 def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
     gate = Gate()
-    store, live = make_store(tmp_path, keep=1, fault=gate), gpt2_snapshot(20)
+    store, live = make_store(tmp_path, async_="on", keep=1, fault=gate), gpt2_snapshot(20)
     store.save(live)
     store.before_update()
     train_on(live)
@@ -137,7 +137,7 @@ def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
 def test_without_spare_memory_the_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     monkeypatch.setattr(spare, "available_bytes", lambda: 0)
-    store, live = make_store(tmp_path, fault=gate), gpt2_snapshot(20)
+    store, live = make_store(tmp_path, async_="on", fault=gate), gpt2_snapshot(20)
     store.save(live)
     threading.Timer(0.2, gate.open).start()
     began = time.perf_counter()
@@ -153,7 +153,7 @@ def test_without_spare_memory_the_update_waits(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_while_training_goes_on(tmp_path: Path, code: int) -> None:
     gate = Gate()
-    store = make_store(tmp_path, fault=gate)
+    store = make_store(tmp_path, async_="on", fault=gate)
     gate.open()
     store.save(gpt2_snapshot(10))
     store.join()
@@ -188,7 +188,7 @@ from tests.test_checkpoint_overlap import train_on
 disk._PIECE_BYTES = 1024
 write = os.write
 os.write = lambda fd, data: (time.sleep(0.005), write(fd, data))[1]
-store, live = make_store(Path(sys.argv[1])), gpt2_snapshot(10)
+store, live = make_store(Path(sys.argv[1]), async_="on"), gpt2_snapshot(10)
 print(save(store, live))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))
 events = store.save(gpt2_snapshot(20))
@@ -354,7 +354,27 @@ def test_ranks_save_what_waiting_ranks_save(tmp_path: Path) -> None:
     same = command(tmp_path, "parallel=zero1", "parallel.processes=2", "checkpoint.every=9")
     same = [*same, "precision=bf16_master"]
     run(*same, "run.name=waits", "checkpoint.async=off", cwd=tmp_path)
-    run(*same, "run.name=goes_on", "debug.slow_save_s=0.15", cwd=tmp_path)
+    run(*same, "run.name=goes_on", "checkpoint.async=on", "debug.slow_save_s=0.15", cwd=tmp_path)
     for step in (9, 18, 20):
         assert_same_files(tmp_path / "waits", tmp_path / "goes_on", step=step)
     assert done_steps(tmp_path / "goes_on") == [9, 18, 20]
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("auto", True), ("on", False)])
+def test_a_small_checkpoint_is_complete_before_the_next_update(
+    mode: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, piece_bytes=1024, write_s=0.002)
+    store = make_store(tmp_path, async_=mode)
+    events = store.save(gpt2_snapshot(20)) + store.before_update()
+    assert [type(event) for event in events] == ([Saved] if waits else [])
+    assert store.pending != waits
+    store.close()
+
+
+def test_a_large_checkpoint_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.checkpoint.store.BRIEF", 10)
+    slow_down(monkeypatch, piece_bytes=1024, write_s=0.002)
+    store = make_store(tmp_path, async_="auto")
+    assert store.save(gpt2_snapshot(20)) + store.before_update() == []
+    store.close()

@@ -21,6 +21,9 @@ from runner.checkpoint.pieces import Pieces
 from runner.checkpoint.spare import Spare
 from runner.checkpoint.writer import write
 
+BRIEF = 4_000_000
+"""Parameters up to which a checkpoint is so quick that `async: auto` completes it before the next update."""
+
 
 class Restored(NamedTuple):
     """What to go on from; `snapshot` is None on a fresh start.
@@ -62,7 +65,7 @@ class Store:
         self.every, self.keep, self.major_every = every, keep, major_every
         self.resume, self.format = resume, format
         self.allow_reshard, self.strict_env = allow_reshard, strict_env
-        self.asynchronous = async_ != "off"
+        self._async = async_
         self.dir = Path(dir)
         self.rank, self._fault = rank, fault
         self._together = Together(any_rank, barrier, gather)
@@ -70,6 +73,7 @@ class Store:
         self._saved_step: int | None = None
         self._copies, self._spare = HostCopies(), Spare()
         self._flight: Flight | None = None
+        self._brief = False
         self._foreign: set[int] = set()
 
     # ------------------------------------------------------------ when
@@ -180,8 +184,9 @@ class Store:
             release=self._copies.wait_device if copied else pieces.detach,
             retain=self._retain,
         )
+        self._brief = self._async == "auto" and sum(slot.numel for slot in snapshot.layout) <= BRIEF
         self._flight.blocked_s = time.perf_counter() - start
-        return events if self.asynchronous else events + self.join()
+        return events + self.join() if self._async == "off" else events
 
     def _ready(self, *, copied: bool) -> None:
         """Return once the snapshot can be read; runs where the files are written."""
@@ -197,8 +202,10 @@ class Store:
     def before_update(self) -> list[Event]:
         """Make the next update safe; call it before the optimizer's state changes. All ranks together.
 
-        The checkpoint is completed as soon as every rank's writer is done.
+        The checkpoint is completed as soon as every rank's writer is done, a brief one here.
         """
+        if self._flight is not None and self._brief:
+            return self.join()
         return self._land() if self._flight is not None and self._flight.poll() else []
 
     def join(self) -> list[Event]:
