@@ -69,6 +69,8 @@ def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
     engine: Engine = make(config["parallel"], rank=rank, world=world, device=device)
     identity = _identity(network, numbers, engine, run)  # before an engine changes the model's type
     model = engine.place(network.to(device=device, dtype=precision.param_dtype(device)))
+    if world > 1:
+        identity.env["adds_in"] = getattr(engine, "adds_in", "native")
     rng = ModelRng(device=device, draws=engine.draws_per_micro_step)
     optimizer = engine.optimizer(functools.partial(_optimizer, make, config["optimizer"], rng))
     where = {"micro_batch": plan.rows, "seq_len": plan.seq_len, "rank": rank, "world": world}

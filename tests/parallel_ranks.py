@@ -102,6 +102,7 @@ class Run:
             "state": state,
             "rng": self.rng.state_dict(),
             "layout": self.engine.layout,
+            "adds_in": self.engine.adds_in,
         }
 
     def resumed(self, engine: Flat) -> Run:
@@ -120,12 +121,14 @@ def engines(rank: int, world: int) -> dict[str, Callable[[], Flat]]:
     if world == 1:
         return {
             "ddp-native": lambda: Single(**where),
+            "ddp-sent": lambda: Single(**where),
             "ddp-canonical": lambda: Single(reduce="canonical", **where),
             "zero1-native": lambda: Zero1(bucket_mb=BUCKET_MB, **where),
             "zero1-canonical": lambda: Zero1(reduce="canonical", bucket_mb=BUCKET_MB, **where),
         }
     kinds = {"ddp": Ddp, "zero1": Zero1}
-    return {
+    sent = {"ddp-sent": lambda: Ddp(shared_memory="off", bucket_mb=BUCKET_MB, **where)}
+    return sent | {
         f"{name}-{reduce}": lambda kind=kind, reduce=reduce: kind(reduce=reduce, bucket_mb=BUCKET_MB, **where)
         for name, kind in kinds.items()
         for reduce in ("native", "canonical")

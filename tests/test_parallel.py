@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from runner.parallel import shared
 from runner.parallel.ddp import Ddp
 from runner.parallel.layout import layout_of
 from runner.parallel.shard import check_divisible
@@ -19,7 +20,7 @@ from runner.parallel.single import Single
 
 ROOT = Path(__file__).parent.parent
 WORLDS = (1, 2, 4)
-KINDS = ("ddp-native", "ddp-canonical", "zero1-native", "zero1-canonical")
+KINDS = ("ddp-native", "ddp-sent", "ddp-canonical", "zero1-native", "zero1-canonical")
 Seen = dict[int, list[dict[str, Any]]]
 
 
@@ -145,3 +146,38 @@ def test_mistakes_are_named() -> None:
         Ddp(world=3, reduce="canonical")
     with pytest.raises(ValueError, match=r"zero1 cannot cut 'bias' \[7\] \(7 elements\) into 2 equal parts"):
         check_divisible(layout_of(nn.Linear(8, 7)).slots, world=2)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory here")
+def test_two_ranks_add_to_the_same_bits_in_shared_memory_and_by_messages(seen: Seen) -> None:
+    for rank in seen[2]:
+        shared, sent = rank["ddp-native"], rank["ddp-sent"]
+        assert (shared["adds_in"], sent["adds_in"]) == ("shared memory", "native")
+        assert same(shared["weights"], sent["weights"])
+        assert same(shared["gradient"], sent["gradient"])
+        assert shared["norms"] == sent["norms"]
+    assert not list(Path("/dev/shm").glob("runner-*")), "the name is gone as soon as every rank has it"
+
+
+def test_without_shared_memory_gradients_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_FOLDER", tmp_path / "missing")
+    assert shared.gradients(10, rank=0, world=1) is None
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared, "_FOLDER", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert shared.gradients(10, rank=0, world=1) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_shared_memory_begin_at_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_FOLDER", tmp_path)
+    rows = shared.gradients(1025, rank=0, world=1)
+    assert rows is not None
+    assert rows.shape == (1, 1025)
+    assert rows.data_ptr() % 4096 == 0
+    assert not rows.any()
+    assert list(tmp_path.iterdir()) == []

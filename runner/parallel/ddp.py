@@ -19,12 +19,20 @@ class Ddp(Flat):
         processes: Annotated[int, Ge(1)] | None = None,
         reduce: Literal["native", "canonical"] = "native",
         bucket_mb: Annotated[float, Gt(0)] = 25.0,
+        shared_memory: Literal["auto", "off"] = "auto",
         rank: int = 0,
         world: int = 1,
         device: torch.device | None = None,
     ) -> None:
         check_started(processes, world=world)
-        super().__init__(rank=rank, world=world, device=device, reduce=reduce, bucket_mb=bucket_mb)
+        super().__init__(
+            rank=rank,
+            world=world,
+            device=device,
+            reduce=reduce,
+            bucket_mb=bucket_mb,
+            share_memory=shared_memory == "auto",
+        )
 
 
 def check_started(processes: int | None, *, world: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from runner import arena, norm
 from runner.api import Optimizer, Role, Segment, Slot
 from runner.optimizer.groups import roles_of
-from runner.parallel import collective
+from runner.parallel import collective, shared
 from runner.parallel.gradient import Gradients
 from runner.parallel.layout import Placed, layout_of
 from runner.parallel.reduce import Reduce, Reducer, Setting, check_reduce, reducer_of
@@ -43,12 +43,15 @@ class Flat:
         reduce: Reduce = "native",
         shard: bool = False,
         bucket_mb: float = 25.0,
+        share_memory: bool = False,
     ) -> None:
         check_reduce(reduce, world=world)
         self.rank, self.world = rank, world
         self.device = device if device is not None else torch.device("cpu")
         self.layout = ()
         self._reduce = reduce
+        on_cpu = self.device.type == "cpu"
+        self._share_memory = share_memory and world > 1 and reduce == "native" and on_cpu and not shard
         self._setting = Setting(rank=rank, world=world, shard=shard and world > 1, bucket_mb=bucket_mb)
         self._host_group: Any = collective.host_group(world=world, device=self.device)
 
@@ -63,7 +66,8 @@ class Flat:
             check_divisible(layout.slots, world=self.world)
         self.layout, self._layout = layout.slots, layout
         self.weights = arena.zeros(layout.numel, dtype=layout.dtype, device=self.device)
-        self.gradient = arena.zeros(layout.numel, device=self.device)
+        rows = self._shared_rows(layout.numel)
+        self.gradient = arena.zeros(layout.numel, device=self.device) if rows is None else rows[self.rank]
         for placed in layout.placed:
             _move(placed, weights=self.weights)
         collective.broadcast([self.weights, *model.buffers()], world=self.world)
@@ -71,14 +75,26 @@ class Flat:
         self._last_sums = torch.empty(0)
         self._sums = norm.ChunkSums(self._own_chunks(), gradient=self.gradient)
         self._gradients = Gradients(layout, flat=self.gradient)  # its hooks run before the reducer's
-        self._reducer: Reducer | None = reducer_of(
-            layout,
-            gradient=self.gradient,
-            clear=self._gradients.clear,
-            reduce=self._reduce,
-            setting=self._setting,
+        self._reducer: Reducer | None = (
+            shared.Shared(rows, rank=self.rank)
+            if rows is not None
+            else reducer_of(
+                layout,
+                gradient=self.gradient,
+                clear=self._gradients.clear,
+                reduce=self._reduce,
+                setting=self._setting,
+            )
         )
         return model
+
+    def _shared_rows(self, numel: int) -> Tensor | None:
+        return shared.gradients(numel, rank=self.rank, world=self.world) if self._share_memory else None
+
+    @property
+    def adds_in(self) -> str:
+        """Where ranks' gradients are added; with more than two ranks the last bits depend on it."""
+        return "shared memory" if isinstance(self._reducer, shared.Shared) else self._reduce
 
     @property
     def draws_per_micro_step(self) -> int:
