@@ -160,17 +160,16 @@ def loss_(logits: Tensor, targets: Tensor, *, weight: float, z_loss: float) -> T
     """
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
         raise IndexError(f"a target lies outside of the {logits.shape[1]} logits")
-    losses = torch.empty(len(logits))
+    losses, targets = torch.empty(len(logits)), targets.to(torch.int64).contiguous()
     fields = (*logits.shape, weight, z_loss, _TYPES[logits.dtype])
     assert logits.is_contiguous()
-    assert targets.is_contiguous()
     _run("loss", _LOSS.pack(*map(_address, (logits, targets, losses)), *fields))
     return losses
 
 
 def add_rows_(table: Tensor, *, ids: Tensor, rows: Tensor) -> None:
     """Add `rows` [R, C] to the rows `ids` [R], known to exist, of `table` [V, C], in order."""
-    ids, rows = ids.contiguous(), rows.contiguous()
+    ids, rows = ids.to(torch.int64).contiguous(), rows.contiguous()
     assert table.is_contiguous()
     pointers = map(_address, (table, ids, rows))
     _run("add_rows", _ADD_ROWS.pack(*pointers, *rows.shape, _TYPES[table.dtype]))
