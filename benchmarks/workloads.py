@@ -9,7 +9,7 @@ import numpy as np
 
 from runner.data.shard import layout_for, write_shard
 
-FOLDER = Path(__file__).parent / "work"  # tokens and run folders; not kept in git
+FOLDER = Path(__file__).parent / "scratch"  # tokens and run folders; not kept in git
 TOKENS = 4_000_000
 
 
