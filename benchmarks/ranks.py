@@ -54,7 +54,8 @@ def measure(*, rounds: int, steps: dict[str, int]) -> list[Row]:
         rows.append(Row(f"{name}: 2 gloo ranks of 1 thread / 1 process of 2", value, "x", 1.06, 1.0, how))
     with tempfile.TemporaryDirectory(prefix="ranks_", dir=FOLDER) as folder:
         how = "idle ranks, median; a step agrees five times"
-        rows.append(Row("2 gloo ranks: to agree on one number", stop_ms(Path(folder)), "ms", how=how))
+        for way, ms in zip(("shared memory", "gloo messages"), agree_ms(Path(folder)), strict=True):
+            rows.append(Row(f"2 ranks: to agree on one number by {way}", ms, "ms", how=how))
     return rows
 
 
@@ -96,7 +97,8 @@ def main() -> None:
                 f"| {name} | {row[0]:.1f} | {row[0] / base[0]:.2f} | {row[1]:.2f} | {row[1] / base[1]:.2f} |",
                 flush=True,
             )
-        print(f"\nAgreeing on a stop, once per step: {1e3 * stop_ms(Path(folder)):.0f} us on 2 ranks.")
+        memory, message = (1e3 * ms for ms in agree_ms(Path(folder)))
+    print(f"\nAgreeing on one number: {memory:.0f} us in shared memory (ddp), {message:.0f} us through gloo.")
 
 
 def timed(root: Path, name: str, arguments: list[str]) -> tuple[float, float]:
@@ -110,20 +112,26 @@ def timed(root: Path, name: str, arguments: list[str]) -> tuple[float, float]:
     return median(times), states / 1e6
 
 
-def stop_ms(folder: Path) -> float:
-    """Return the median time of the collective that asks every rank for a stop."""
+def agree_ms(folder: Path) -> tuple[float, float]:
+    """Return the median time in which two ranks agree on a flag: in shared memory, by gloo."""
     code = """
-import statistics, sys, time, torch.distributed as dist
-from runner.parallel import collective
+import statistics, sys, time, torch, torch.distributed as dist
+from runner.parallel.collective import Messages
+from runner.parallel.shared import common
+torch.set_num_threads(1)
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-times = []
-for _ in range(2000):
-    start = time.perf_counter()
-    collective.any_flag(False, world=2, group=None)
-    times.append(time.perf_counter() - start)
-if rank == 0:
-    print(1e3 * statistics.median(times))
+messages = Messages(world=2, device=torch.device("cpu"))
+found = common(1, words=1, rank=rank, world=2, otherwise=messages)
+for agreement in (messages if found is None else found.agreement, messages):
+    times = []
+    for _ in range(2000):
+        start = time.perf_counter()
+        agreement.any_flag(False)
+        times.append(time.perf_counter() - start)
+    if rank == 0:
+        print(1e3 * statistics.median(times))
+dist.destroy_process_group()
 """
     program = [sys.executable, "-c", code]
     meeting = str(folder / "meeting")
@@ -132,7 +140,8 @@ if rank == 0:
         for rank in "01"
     ]
     printed = [process.communicate(timeout=120)[0] for process in started]
-    return float(printed[0])
+    by_memory, by_message = map(float, printed[0].split())
+    return by_memory, by_message
 
 
 if __name__ == "__main__":

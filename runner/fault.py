@@ -23,6 +23,10 @@ _NO_PEER = re.compile(
 _DETAILS = re.compile(r" (Including non-PyTorch|Of the allocated|If reserved but|See documentation).*")
 
 
+class LostRankError(RuntimeError):
+    """Another rank's process ended, or does not answer; the text says which."""
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Have an OSError say which file it is about: those of writing to an open one do not."""
@@ -38,6 +42,8 @@ def fault_line(error: BaseException) -> str:
     """Return an error as one line, with the way out where there is a usual one."""
     if _lacks_memory(error):
         line = _memory_line(error)
+    elif isinstance(error, LostRankError):
+        line = f"{error}; its own lines say why, unless it was killed"
     elif (gone := _lacks_peer(error)) is not None:
         line = f"another rank ended ({gone}); the launcher says which one, and its own lines why"
     elif isinstance(error, OSError) and error.strerror:
@@ -66,7 +72,7 @@ def expected(error: BaseException) -> bool:
     A ValueError counts if a statement of this package raised it: that is how it says what a person can
     mend, in the middle of a run too. One out of a library means that it was called wrongly.
     """
-    if isinstance(error, OSError) or _lacks_memory(error) or _lacks_peer(error) is not None:
+    if isinstance(error, (OSError, LostRankError)) or _lacks_memory(error) or _lacks_peer(error) is not None:
         return True
     return isinstance(error, ValueError) and _raised_here(error)
 

@@ -20,7 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 from runner import native_build
 
-_COSTS = {"update": "updates take about 20 times as long, same bits", "layers": "steps take longer"}
+_COSTS = {
+    "update": "updates take about 20 times as long, same bits",
+    "layers": "steps take longer",
+    "board": "ranks agree by messages",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +36,7 @@ class Library(NamedTuple):
 
 
 @functools.cache
-def library(name: Literal["update", "layers"]) -> Library | None:
+def library(name: Literal["update", "layers", "board"]) -> Library | None:
     """Return compiled kernels, or None where they are off or cannot be built (logged once)."""
     if os.environ.get("RUNNER_KERNELS", "on") == "off":
         return None
@@ -43,7 +47,8 @@ def library(name: Literal["update", "layers"]) -> Library | None:
         _log.warning("no compiled CPU kernels for %s (%s): %s", name, error, _COSTS[name])
         return None
     process, wanted = ctypes.CDLL(None), ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-    if all(hasattr(process, name) for name in wanted):  # torch brings them
+    teams = hasattr(found.functions, "runner_team")
+    if teams and all(hasattr(process, name) for name in wanted):  # torch brings them
         found.functions.runner_team(*(ctypes.cast(getattr(process, n), ctypes.c_void_p) for n in wanted))
     return found
 

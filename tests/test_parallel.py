@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from runner.parallel import shared
 from runner.parallel.ddp import Ddp
 from runner.parallel.layout import layout_of
 from runner.parallel.shard import check_divisible
@@ -158,26 +157,3 @@ def test_two_ranks_add_to_the_same_bits_in_shared_memory_and_by_messages(seen: S
         assert same(shared["gradient"], sent["gradient"])
         assert shared["norms"] == sent["norms"]
     assert not list(Path("/dev/shm").glob("runner-*")), "the name is gone as soon as every rank has it"
-
-
-def test_without_shared_memory_gradients_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_FOLDER", tmp_path / "missing")
-    assert shared.gradients(10, rank=0, world=1) is None
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shared, "_FOLDER", tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert shared.gradients(10, rank=0, world=1) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_rows_of_shared_memory_begin_at_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_FOLDER", tmp_path)
-    rows = shared.gradients(1025, rank=0, world=1)
-    assert rows is not None
-    assert rows.shape == (1, 1025)
-    assert rows.data_ptr() % 4096 == 0
-    assert not rows.any()
-    assert list(tmp_path.iterdir()) == []

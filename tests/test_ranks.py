@@ -206,16 +206,18 @@ def test_native_runs_resume_exactly_at_the_same_number_of_ranks(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("fault", "line"),
+    ("fault", "memory", "line"),
     [
-        ("raise_at", "rank 1 of 2 failed: RuntimeError: debug.raise_at: an error in step 9"),
-        ("kill_at", "rank 0 of 2 failed: another rank ended (Connection "),
+        ("raise_at", "auto", "rank 1 of 2 failed: RuntimeError: debug.raise_at: an error in step 9"),
+        ("kill_at", "auto", "rank 0 of 2 failed: rank 1 ended; its own lines say why, unless it was killed"),
+        ("kill_at", "off", "rank 0 of 2 failed: another rank ended (Connection "),
     ],
 )
-def test_under_torchrun_one_line_names_the_rank_and_the_cause(fault: str, line: str, tmp_path: Path) -> None:
-    code, printed = torchrun(
-        *command(tmp_path, "parallel=ddp", f"debug.{fault}=9", "debug.rank=1", "run.name=x"), cwd=tmp_path
-    )
+def test_under_torchrun_one_line_names_the_rank_and_the_cause(
+    fault: str, memory: str, line: str, tmp_path: Path
+) -> None:
+    ways = [f"debug.{fault}=9", "debug.rank=1", "run.name=x", f"parallel.shared_memory={memory}"]
+    code, printed = torchrun(*command(tmp_path, "parallel=ddp", *ways), cwd=tmp_path)
     assert code != 0
     said = [text for text in printed.splitlines() if text.startswith("runner: error: ")]
     assert sum(text.startswith(f"runner: error: {line}") for text in said) == 1, printed

@@ -57,27 +57,48 @@ def broadcast(tensors: list[Tensor], *, world: int) -> None:
             dist.broadcast(tensor, 0)
 
 
-def host_group(*, world: int, device: torch.device) -> Any:
-    """Return a group whose collectives do not touch the device, for flags that the host decides on."""
-    if world == 1 or device.type == "cpu":
-        return None
-    return dist.new_group(backend="gloo")
+class Agreement(Protocol):
+    """How ranks agree on small numbers; every rank calls the same methods in the same order."""
+
+    def any_flag(self, flag: bool) -> bool:
+        """Whether any rank raised `flag`."""
+
+    def barrier(self) -> None:
+        """Return once every rank is here."""
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        """Return [world, n]: the contiguous vector [n] of every rank, in rank order."""
 
 
-def any_flag(flag: bool, *, world: int, group: Any) -> bool:
-    """Whether any rank raised `flag`."""
-    if world == 1:
-        return flag
-    flags = torch.tensor([flag], dtype=torch.int32)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return bool(flags[0])
+class Messages:
+    """Agreement by the process group; flags that the host decides on do not touch the device."""
+
+    def __init__(self, *, world: int, device: torch.device) -> None:
+        self._world = world
+        self.group: Any = None
+        if world > 1 and device.type != "cpu":
+            self.group = dist.new_group(backend="gloo")
+
+    def any_flag(self, flag: bool) -> bool:
+        if self._world == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flags[0])
+
+    def barrier(self) -> None:
+        if self._world > 1:
+            dist.all_reduce(torch.zeros(1), group=self.group)
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        return all_gather(mine, world=self._world)
 
 
-def mean(value: Tensor, *, world: int, device: torch.device) -> Tensor:
+def mean(value: Tensor, *, agreement: Agreement, world: int, device: torch.device) -> Tensor:
     """Return the mean of a 0-d value over the ranks, added in rank order in float64 on each."""
     if world == 1:
         return value
-    values = all_gather(value.detach().double().to(device).view(1), world=world)
+    values = agreement.all_gather(value.detach().double().to(device).view(1))
     total = values[0, 0]
     for other in values[1:, 0]:
         total = total + other
@@ -91,9 +112,3 @@ def gather_objects(value: Any, *, world: int, group: Any) -> list[Any]:
     values: list[Any] = [None] * world
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def barrier(*, world: int, group: Any) -> None:
-    """Return once every rank is here."""
-    if world > 1:
-        dist.all_reduce(torch.zeros(1), group=group)

@@ -17,6 +17,7 @@ from runner import arena, norm
 from runner.api import Optimizer, Role, Segment, Slot
 from runner.optimizer.groups import roles_of
 from runner.parallel import collective, shared
+from runner.parallel.collective import Agreement
 from runner.parallel.gradient import Gradients
 from runner.parallel.layout import Placed, layout_of
 from runner.parallel.reduce import Reduce, Reducer, Setting, check_reduce, reducer_of
@@ -53,7 +54,8 @@ class Flat:
         on_cpu = self.device.type == "cpu"
         self._share_memory = share_memory and world > 1 and reduce == "native" and on_cpu and not shard
         self._setting = Setting(rank=rank, world=world, shard=shard and world > 1, bucket_mb=bucket_mb)
-        self._host_group: Any = collective.host_group(world=world, device=self.device)
+        self._messages = collective.Messages(world=world, device=self.device)
+        self._agreement: Agreement = self._messages
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the parameters into the flat buffers, equal on all ranks; return what the loop calls.
@@ -66,8 +68,11 @@ class Flat:
             check_divisible(layout.slots, world=self.world)
         self.layout, self._layout = layout.slots, layout
         self.weights = arena.zeros(layout.numel, dtype=layout.dtype, device=self.device)
-        rows = self._shared_rows(layout.numel)
-        self.gradient = arena.zeros(layout.numel, device=self.device) if rows is None else rows[self.rank]
+        common = self._common() if self._share_memory else None
+        if common is None:
+            self.gradient = arena.zeros(layout.numel, device=self.device)
+        else:
+            self.gradient, self._agreement = common.rows[self.rank], common.agreement
         for placed in layout.placed:
             _move(placed, weights=self.weights)
         collective.broadcast([self.weights, *model.buffers()], world=self.world)
@@ -76,8 +81,8 @@ class Flat:
         self._sums = norm.ChunkSums(self._own_chunks(), gradient=self.gradient)
         self._gradients = Gradients(layout, flat=self.gradient)  # its hooks run before the reducer's
         self._reducer: Reducer | None = (
-            shared.Shared(rows, rank=self.rank)
-            if rows is not None
+            shared.Shared(common, rank=self.rank)
+            if common is not None
             else reducer_of(
                 layout,
                 gradient=self.gradient,
@@ -88,8 +93,11 @@ class Flat:
         )
         return model
 
-    def _shared_rows(self, numel: int) -> Tensor | None:
-        return shared.gradients(numel, rank=self.rank, world=self.world) if self._share_memory else None
+    def _common(self) -> shared.Common | None:
+        words = norm.count_chunk_sums(self.layout, world=self.world) // self.world
+        return shared.common(
+            self._layout.numel, words=words, rank=self.rank, world=self.world, otherwise=self._messages
+        )
 
     @property
     def adds_in(self) -> str:
@@ -154,15 +162,15 @@ class Flat:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a 0-d value over the ranks, added in rank order in float64 on each."""
-        return collective.mean(value, world=self.world, device=self.device)
+        return collective.mean(value, agreement=self._agreement, world=self.world, device=self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank raised `flag`; agreed by all."""
-        return collective.any_flag(flag, world=self.world, group=self._host_group)
+        return self._agreement.any_flag(flag)
 
     def gather(self, value: Any) -> list[Any]:
         """Return a small host value of every rank, in rank order."""
-        return collective.gather_objects(value, world=self.world, group=self._host_group)
+        return collective.gather_objects(value, world=self.world, group=self._messages.group)
 
     def full_weights(self) -> Tensor:
         """Return the live weights [numel]."""
@@ -172,7 +180,7 @@ class Flat:
         self.weights.copy_(flat)
 
     def barrier(self) -> None:
-        collective.barrier(world=self.world, group=self._host_group)
+        self._messages.barrier()
 
     def close(self) -> None:
         """Take the hooks off the model; the process group is its maker's to destroy."""
@@ -187,7 +195,7 @@ class Flat:
 
     def _all_sums(self) -> Tensor:
         """Return the chunk sums of all ranks in the order of `norm.chunks_of`."""
-        rows = collective.all_gather(self._sums(), world=self.world)
+        rows = self._agreement.all_gather(self._sums())
         share = norm.chunks_per_layer(self.world) // self.world
         return rows.view(self.world, -1, share).transpose(0, 1).reshape(-1)
 

@@ -64,7 +64,7 @@ class Fsdp:
         self.device = device if device is not None else torch.device("cpu")
         self.layout = ()
         self._reshard = reshard_after_forward
-        self._host_group: Any = collective.host_group(world=world, device=self.device)
+        self._messages = collective.Messages(world=world, device=self.device)
         self._last_sums = torch.empty(0)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -115,7 +115,7 @@ class Fsdp:
 
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm [] fp32: per parameter, the ranks' sums are added in rank order."""
-        rows = collective.all_gather(self._sums(), world=self.world)
+        rows = self._messages.all_gather(self._sums())
         self._last_sums = rows.t().reshape(-1)
         return norm.norm_of(self._last_sums)
 
@@ -131,15 +131,15 @@ class Fsdp:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a 0-d value over the ranks, added in rank order in float64 on each."""
-        return collective.mean(value, world=self.world, device=self.device)
+        return collective.mean(value, agreement=self._messages, world=self.world, device=self.device)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank raised `flag`; agreed by all."""
-        return collective.any_flag(flag, world=self.world, group=self._host_group)
+        return self._messages.any_flag(flag)
 
     def gather(self, value: Any) -> list[Any]:
         """Return a small host value of every rank, in rank order."""
-        return collective.gather_objects(value, world=self.world, group=self._host_group)
+        return collective.gather_objects(value, world=self.world, group=self._messages.group)
 
     def full_weights(self) -> Tensor:
         """Return all weights [numel] in host memory on rank 0; elsewhere zeros that take no memory."""
@@ -158,7 +158,7 @@ class Fsdp:
             part.local.copy_(flat[first : first + part.local.numel()])
 
     def barrier(self) -> None:
-        collective.barrier(world=self.world, group=self._host_group)
+        self._messages.barrier()
 
     def close(self) -> None:
         """Nothing to take off: the sharded model ends with the process."""

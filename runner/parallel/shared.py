@@ -1,55 +1,58 @@
-"""The mean of CPU ranks' gradients where all of them see one memory: no gradient travels.
+"""CPU ranks of one machine that see one memory: no gradient travels, and no message says who is ready.
 
 Through the loopback device a gradient moves at about 1 GB/s; here each rank adds its share of all ranks'
-buffers where they lie. gloo still says when everyone is ready, so a rank that is gone is noticed as ever.
+buffers where they lie.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from runner.parallel import collective
-
-_FOLDER = Path("/dev/shm")  # POSIX shared memory on Linux
-_PAGE = mmap.PAGESIZE // 4  # fp32 elements
+from runner.parallel import board, collective, memory
+from runner.parallel.collective import Agreement
 
 
-def gradients(numel: int, *, rank: int, world: int) -> Tensor | None:
-    """Return zeros [world, numel] fp32 that all ranks see, or None where they cannot. All ranks together.
+class Common(NamedTuple):
+    """What ranks share: the `rows` [world, numel] fp32 of their gradients, and how they agree."""
 
-    They cannot on several machines or in containers of their own, or where shared memory is short (Docker
-    gives 64 MB unless told otherwise).
+    rows: Tensor
+    agreement: Agreement
+
+
+def common(numel: int, *, words: int, rank: int, otherwise: Agreement, world: int) -> Common | None:
+    """Return zeros that all ranks see, or None where they cannot. All ranks together.
+
+    They agree on vectors of up to `words` numbers by a board in the same memory; where its functions cannot
+    be compiled, as `otherwise` does.
     """
-    width = -(-numel // _PAGE) * _PAGE  # ranks write to pages of their own
-    size = 4 * width * world
-    path = _FOLDER / f"runner-{secrets.token_hex(16)}"
-    mine = _created(path, size) if rank == 0 else None
-    name = collective.gather_objects(path.name if mine is not None else None, world=world, group=None)[0]
-    memory = mine if rank == 0 else _opened(name, size)
-    everyone = all(collective.gather_objects(memory is not None, world=world, group=None))
-    if mine is not None:
-        path.unlink(missing_ok=True)  # it lives on as long as a rank has it
-    if memory is None or not everyone:
+    compiled = board.functions()
+    if not all(collective.gather_objects(compiled is not None, world=world, group=None)):
+        compiled = None
+    row = -(-4 * numel // mmap.PAGESIZE) * mmap.PAGESIZE  # ranks write to pages of their own
+    size = 0 if compiled is None else board.size(compiled, words=words, world=world)
+    found = memory.shared(row * world + size, rank=rank, world=world)
+    if found is None:
         return None
-    return torch.frombuffer(memory, dtype=torch.float32).view(world, width)[:, :numel]
+    rows = torch.frombuffer(found.bytes, dtype=torch.float32, count=row // 4 * world)
+    agreement = otherwise
+    if compiled is not None:
+        agreement = board.Board(found, compiled, rank=rank, at=row * world, room=words)
+    return Common(rows.view(world, -1)[:, :numel], agreement)
 
 
 class Shared:
-    """Native reduction in shared `rows` [world, numel]; the rank's own gradient is its row."""
+    """Native reduction in shared rows; the rank's own gradient is its row."""
 
-    def __init__(self, rows: Tensor, *, rank: int) -> None:
-        self._world, numel = rows.shape
-        cuts = [numel * part // self._world for part in range(self._world + 1)]
-        self._share = rows[:, cuts[rank] : cuts[rank + 1]]
+    def __init__(self, common: Common, *, rank: int) -> None:
+        self._rows, self._agreement = common
+        self._world, numel = self._rows.shape
+        self._from, self._to = (numel * part // self._world for part in (rank, rank + 1))
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -57,42 +60,20 @@ class Shared:
 
     def finish(self) -> None:
         """Return once every rank's row is the mean, added in the order of the ranks."""
-        collective.any_flag(False, world=self._world, group=None)  # everyone's gradient is complete
-        first, *others = self._share
+        self._agreement.barrier()  # everyone's gradient is complete
+        if isinstance(self._agreement, board.Board):
+            self._agreement.mean_rows(self._rows, self._from, self._to)
+        else:
+            self._mean_rows()
+        self._agreement.barrier()  # every share is done
+
+    def _mean_rows(self) -> None:
+        first, *others = self._rows[:, self._from : self._to]
         for other in others:
             first += other
         first *= 1 / self._world
         for other in others:
             other.copy_(first)
-        collective.any_flag(False, world=self._world, group=None)  # every share is done
 
     def close(self) -> None:
         """Hooks are not needed."""
-
-
-def _created(path: Path, size: int) -> mmap.mmap | None:
-    """Return new shared memory, all of it reserved: a write to what is not there would end the process."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
-    try:
-        os.posix_fallocate(fd, 0, size)
-        return mmap.mmap(fd, size)
-    except (OSError, ValueError):
-        path.unlink(missing_ok=True)
-        return None
-    finally:
-        os.close(fd)
-
-
-def _opened(name: str | None, size: int) -> mmap.mmap | None:
-    if name is None:
-        return None
-    with contextlib.suppress(OSError, ValueError):
-        fd = os.open(_FOLDER / name, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
-    return None
