@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from runner import arena
 from runner.checkpoint.disk import Bytes
@@ -40,7 +41,10 @@ class Spare:
     def copy(self, data: Bytes, *, at: int) -> Bytes:
         """Return a copy of `data`, placed `at` bytes from the start."""
         place = self._pages[at : at + len(data)]
-        np.copyto(place, data)
+        if data.flags.writeable:  # a tensor's memory: by all threads, as the training loop waits for this
+            torch.from_numpy(place).copy_(torch.from_numpy(data))
+        else:
+            np.copyto(place, data)
         self._taken_from = min(self._taken_from, at)
         return place
 
