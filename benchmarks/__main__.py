@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,13 +51,26 @@ def main() -> None:
         )
     for line in peers.skipped():
         print(line, file=sys.stderr)
-    for name, measure in benchmarks.items():
-        if asked.names and name not in asked.names:
-            continue
-        load = load_average()
+    chosen = [name for name in benchmarks if not asked.names or name in asked.names]
+    measured = {name: _measured(name, benchmarks[name], asked) for name in chosen}
+    print("\n" + table([row for rows in measured.values() for row in rows or ()]))
+    if failed := [name for name, rows in measured.items() if rows is None]:
+        sys.exit(f"not measured: {', '.join(failed)}")
+
+
+def _measured(name: str, measure: Callable[[], list[Row]], asked: argparse.Namespace) -> list[Row] | None:
+    """Measure, save and return one benchmark's rows; None where it broke, so that the others still run."""
+    load, began = load_average(), time.monotonic()
+    print(f"{name} (load average {load:.1f}) ...", file=sys.stderr, end="", flush=True)
+    try:
         rows = measure()
-        save(_file(name, asked), rows, load=load, folder=asked.results)
-        print(f"\n{name}, load average {load:.1f} before it\n\n{table(rows)}", flush=True)
+    except Exception:
+        print(" failed", file=sys.stderr)
+        traceback.print_exc()
+        return None
+    save(_file(name, asked), rows, load=load, folder=asked.results)
+    print(f" {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return rows
 
 
 def _file(name: str, asked: argparse.Namespace) -> str:

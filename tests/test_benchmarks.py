@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import benchmarks.__main__
+from benchmarks.results import Row
 from tests.commands import ROOT, environment
 
 
@@ -16,6 +20,7 @@ def test_the_races_run_and_keep_their_rows(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", *names, *options]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("| figure |") == 1, "one table"
     found = {path.name: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
     assert sorted(found) == [
         "checkpoint-1t.json",
@@ -31,3 +36,20 @@ def test_the_races_run_and_keep_their_rows(tmp_path: Path) -> None:
         "tiny: bf16 / the fastest peer",
         "tiny: peak memory of runner-bf16",
     }
+
+
+def test_a_benchmark_that_breaks_is_named_and_the_others_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> list[Row]:
+        raise RuntimeError("no disk")
+
+    ways = {"loader": broken, "loggers": lambda: [Row("a line", 1.5)]}
+    monkeypatch.setattr(benchmarks.__main__, "_benchmarks", lambda asked: ways)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="not measured: loader"):
+        benchmarks.__main__.main()
+    printed = capsys.readouterr()
+    assert "| a line | 1.5 |" in printed.out
+    assert "RuntimeError: no disk" in printed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["loggers-2t.json"]
