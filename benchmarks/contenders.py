@@ -7,8 +7,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks.workloads import FOLDER, WORKLOADS, Workload, overrides
+from benchmarks.workloads import RUNS, WORKLOADS, Workload, overrides
 
 MANY = 5_000  # more than any race takes; the runner evaluates its whole schedule at the start
 
@@ -19,8 +20,8 @@ def runner_loop(w: Workload, threads: int, *, precision: str, more: tuple[str, .
 
     from runner.cli import main
 
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    root = tempfile.mkdtemp(prefix="run-", dir=FOLDER)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="run-", dir=RUNS))
     arguments = overrides(w, precision=precision, threads=threads, steps=MANY, root=root)
     gate = ["+logger.gate._target_=benchmarks.gate.GateLogger", "run.trust=[benchmarks]"]
     sys.argv = ["runner", *arguments, *gate, *more, *os.environ.get("BENCHMARK_OVERRIDES", "").split()]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.bare import PlainModel, decayed, random_windows
 from benchmarks.gate import Gate
-from benchmarks.workloads import FOLDER, Workload
+from benchmarks.workloads import RUNS, Workload
 
 STEPS = 10_000_000
 
@@ -51,13 +51,13 @@ def lightning(w: Workload, *, bf16: bool) -> None:
         def on_train_batch_end(self, *_: Any) -> None:
             gate()
 
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    RUNS.mkdir(parents=True, exist_ok=True)
     trainer = L.Trainer(
         accelerator="cpu",
         precision="bf16-mixed" if bf16 else "32-true",
         max_steps=STEPS,
         gradient_clip_val=None,  # refused with a fused optimizer; the clip is the cheapest part
-        logger=CSVLogger(tempfile.mkdtemp(dir=FOLDER)),
+        logger=CSVLogger(tempfile.mkdtemp(dir=RUNS)),
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -88,9 +88,9 @@ def hf(w: Workload, *, bf16: bool) -> None:
     shape = {"n_layer": w.layers, "n_head": w.heads, "n_embd": w.width, "n_positions": w.seq_len}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(vocab_size=w.vocab, **shape, **dropout)
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    RUNS.mkdir(parents=True, exist_ok=True)
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(dir=FOLDER),
+        output_dir=tempfile.mkdtemp(dir=RUNS),
         per_device_train_batch_size=w.batch,
         max_steps=STEPS,
         learning_rate=6e-4,

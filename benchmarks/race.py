@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gate import PIPES
+from benchmarks.workloads import FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +40,9 @@ class Racer:
             "OMP_NUM_THREADS": str(threads),
             "WANDB_MODE": "offline",
         }
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="race-", dir=FOLDER)
+        environment["BENCHMARK_RUNS"] = self._folder.name
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         started = time.time()
         self._process = subprocess.Popen(
@@ -71,6 +75,7 @@ class Racer:
         self._process.wait(60)
         self._results.close()
         self._errors.close()
+        self._folder.cleanup()
 
     def _result(self) -> dict[str, Any]:
         line = self._results.readline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from runner.data.shard import layout_for, write_shard
 
 FOLDER = Path(__file__).parent / "scratch"  # tokens and run folders; not kept in git
+RUNS = Path(os.environ.get("BENCHMARK_RUNS", FOLDER))  # where a contender may leave what it writes
 TOKENS = 4_000_000
 
 

@@ -36,7 +36,7 @@ class Library(NamedTuple):
 
 
 @functools.cache
-def library(name: Literal["update", "layers", "board"]) -> Library | None:
+def load(name: Literal["update", "layers", "board"]) -> Library | None:
     """Return compiled kernels, or None where they are off or cannot be built (logged once)."""
     if os.environ.get("RUNNER_KERNELS", "on") == "off":
         return None

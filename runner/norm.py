@@ -202,7 +202,7 @@ def first_non_finite(sums: Tensor, layout: Sequence[Slot], *, world: int) -> str
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
     """Return the compiled `square_sums` over chunks if it gives the definition's bits here."""
-    library = native.library("update")
+    library = native.load("update")
     if library is None:
         return None
     kernel: Callable[..., None] = library.functions.runner_square_sums

@@ -254,7 +254,7 @@ def test_the_master_rounds_to_llmcs_model_file() -> None:
 
 
 def test_kernels_can_be_off_and_many_processes_may_build_at_once(tmp_path: Path) -> None:
-    code = "from runner import native; print(native.library('update') is not None)"
+    code = "from runner import native; print(native.load('update') is not None)"
 
     def start(kernels: str) -> subprocess.Popen[str]:
         env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "RUNNER_KERNELS": kernels}

@@ -11,6 +11,7 @@ import pytest
 
 import benchmarks.__main__
 from benchmarks.results import Row
+from benchmarks.workloads import FOLDER
 from tests.commands import ROOT, environment
 
 
@@ -21,6 +22,7 @@ def test_the_races_run_and_keep_their_rows(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| figure |") == 1, "one table"
+    assert not list(FOLDER.glob("run-*")), "a contender left its run"
     found = {path.name: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
     assert sorted(found) == [
         "checkpoint-1t.json",

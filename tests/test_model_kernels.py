@@ -17,17 +17,9 @@ from runner.model import attention as attention_module
 from runner.model import compiled
 from runner.model.attention import attention, split_heads
 from runner.model.gpt2 import GPT2
-from runner.model.layers import (
-    PIECE,
-    add_layer_norm,
-    add_rms_norm,
-    gelu,
-    layer_norm,
-    rms_norm,
-    rotate,
-    swiglu,
-)
+from runner.model.layers import PIECE, add_layer_norm, gelu, layer_norm
 from runner.model.llama import Llama
+from runner.model.llama_layers import add_rms_norm, rms_norm, rotate, swiglu
 from runner.model.loss import head_loss
 
 Kernel = Callable[..., Tensor]

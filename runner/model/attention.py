@@ -15,7 +15,8 @@ from torch import Tensor
 
 from runner.model import compiled
 from runner.model.compiled_layers import SplitHeads
-from runner.model.layers import Kernels, is_compiled, is_fast, rotate
+from runner.model.layers import Kernels, is_compiled, is_fast
+from runner.model.llama_layers import rotate
 
 BLOCK = 128  # queries that share one matrix product; keys after them are not computed
 KEPT_BYTES = 32 << 20  # attention weights of a layer up to this size are kept for the backward pass
@@ -86,7 +87,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Part [B, T, (H + 2G)D] into queries [B, H, T, D], keys and values [B, G, T, D].
 
-    `cos`, `sin` [T, D/2] fp32 rotate queries and keys (`layers.rotate`).
+    `cos`, `sin` [T, D/2] fp32 rotate queries and keys (`llama_layers.rotate`).
     """
     parts = (heads, groups, groups)
     if is_compiled(qkv, kernels):

@@ -43,7 +43,7 @@ def usable(device: torch.device, *dtypes: torch.dtype) -> bool:
 
 def identity() -> str:
     """Return what the bits of these kernels depend on; "torch" where there are none."""
-    library = native.library("layers") if _kernels() is not None else None
+    library = native.load("layers") if _kernels() is not None else None
     return library.digest if library is not None else "torch"
 
 
@@ -215,7 +215,7 @@ def _run(name: str, arguments: bytes) -> None:
 
 @functools.cache
 def _kernels() -> dict[str, Any] | None:
-    library = native.library("layers")
+    library = native.load("layers")
     if library is None:
         return None
     kernels = {}

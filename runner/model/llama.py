@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from runner.model.attention import Cache, LayerCache, attention, split_heads
 from runner.model.gpt2 import check_length
 from runner.model.init import STD, normal_, residual_std
-from runner.model.layers import Kernels, Linear, add_rms_norm, rms_norm, rotate, swiglu
+from runner.model.layers import Kernels, Linear
 from runner.model.linear import linear
+from runner.model.llama_layers import add_rms_norm, rms_norm, rotate, swiglu
 from runner.model.loss import head_loss
 
 

@@ -77,7 +77,7 @@ def _described(part: Part) -> _Part:
 
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
-    library = native.library("update")
+    library = native.load("update")
     if library is None:
         return None
     kernel = library.functions.runner_adamw

@@ -22,7 +22,7 @@ _LOOK_NS = 50_000_000  # between looks whether the others live, and for signals
 
 def functions() -> ctypes.CDLL | None:
     """Return the compiled functions of board.c, or None where there are none."""
-    library = native.library("board")
+    library = native.load("board")
     if library is None:
         return None
     found, (integer, pointer) = library.functions, (ctypes.c_int64, ctypes.c_void_p)
