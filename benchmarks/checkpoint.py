@@ -164,3 +164,9 @@ def _read_raw(paths: list[Path]) -> None:
         with path.open("rb", buffering=0) as file:
             while got := file.readinto(view[at : at + (8 << 20)]):
                 at += got
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("checkpoint")

@@ -1,6 +1,6 @@
 """Check everything that only a GPU can show, in one table and at most eight minutes.
 
-    python -m benchmarks.gpu_check [--budget SECONDS] [--results FOLDER] [--only SECTION ...]
+    python benchmarks/gpu_check.py [--budget SECONDS] [--results FOLDER] [--only SECTION ...]
 
 Kernels against their definitions, host syncs per step, bits from run to run and across a resume, losses
 beside a CPU's, the speed and memory of GPT-2 124M (eager, compiled blocks, CUDA graphs, fp8) beside torch
@@ -26,6 +26,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if not __package__:  # run by its path
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks import gpu_sections
 from benchmarks.results import RESULTS, Row, load_average, save, table

@@ -65,3 +65,9 @@ def _sparse(path: Path, *, tokens: int) -> Path:
         file.write(header.tobytes())
         file.truncate(HEADER_BYTES + 2 * tokens)
     return path
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("loader")

@@ -53,3 +53,9 @@ def _cost_us(logger: Any) -> float:
 
 def _run(folder: Path) -> RunInfo:
     return RunInfo("bench", folder, config={}, manifest={}, start_step=0, resumed=False, steps=LINES)
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("loggers")

@@ -25,3 +25,9 @@ def measure(workloads: tuple[str, ...] = tuple(GOALS)) -> list[Row]:
             how = f"{peaks[contender]:.0f} / {peaks['nanogpt']:.0f} MB"
             rows.append(Row(f"{name}: peak memory, {contender} / nanoGPT-style", value, "x", *goals, how))
     return rows
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("memory")

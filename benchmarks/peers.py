@@ -82,3 +82,9 @@ def _rows(
     rows.append(Row(f"{name}: bf16 rate of the runner", rate, "GFLOP/s", how="to compare with the roofline"))
     rows += [Row(f"{name}: peak memory of {n}", r.peak_mb, "MB") for n, r in racers.items()]
     return rows
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("peers")

@@ -46,3 +46,9 @@ def _best(
         action(*operands)
         best = min(best, clock() - began)
     return best
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("roofline")

@@ -49,3 +49,9 @@ def _command(name: str, *, rounds: int, quiet: bool) -> Row:
         times.append(wall if quiet else cpu)
     how = f"median of {rounds}, {'wall' if quiet else 'cpu'}"
     return Row(f"runner {name}", statistics.median(times), "s", 0.6, 0.35, how)
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("startup")

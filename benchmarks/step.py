@@ -27,3 +27,9 @@ def measure(*, threads: int, rounds: int, steps: dict[str, int]) -> list[Row]:
         value = ratio(laps, "runner-bf16", "kernels-bf16", metric=metric)
         rows.append(Row(f"{name} bf16: step / same kernels, bare loop", value, "x", 1.02, 1.005, how))
     return rows
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import main
+
+    main("step")
