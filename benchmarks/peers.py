@@ -45,7 +45,8 @@ def measure(*, threads: int, rounds: int, steps: dict[str, int]) -> list[Row]:
 def skipped() -> list[str]:
     """Return a word on each library that is not installed."""
     lacking = sorted({str(missing(peer)) for peer in PEERS if missing(peer)})
-    return [f"{package} is not installed: its trainer is left out (pip install -e '.[peers]')" for package in lacking]
+    way = "pip install -e '.[peers]'"
+    return [f"{package} is not installed: its trainer is left out ({way})" for package in lacking]
 
 
 def _rows(
