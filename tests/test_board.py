@@ -29,6 +29,7 @@ from runner.parallel.memory import Memory
 from runner.parallel.shared import Common, Shared
 
 ROOM = 40
+InThreads = Callable[[int, Callable[[int], None]], None]
 pytestmark = pytest.mark.skipif(board.functions() is None, reason="no compiler here")
 
 
@@ -52,7 +53,14 @@ def board_of(path: Path, *, rank: int, world: int = 2) -> Board:
     return Board(opened(path, rank=rank, world=world), compiled, rank=rank, at=0, room=ROOM)
 
 
-def in_threads(world: int, play: Callable[[int], None]) -> None:
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
+    """Play the ranks in threads; locks are a process's, so that none of them would seem to live."""
+    monkeypatch.setattr(Memory, "lives", lambda *_: True)
+    return _in_threads
+
+
+def _in_threads(world: int, play: Callable[[int], None]) -> None:
     problems: list[BaseException] = []
 
     def guarded(rank: int) -> None:
@@ -76,7 +84,9 @@ def word(turn: int, rank: int, count: int) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("first", [0, 0xFFFFFFFF - 100])  # the counter wraps
-def test_every_rank_reads_every_word_of_the_round_it_is_in(tmp_path: Path, world: int, first: int) -> None:
+def test_every_rank_reads_every_word_of_the_round_it_is_in(
+    in_threads: InThreads, tmp_path: Path, world: int, first: int
+) -> None:
     compiled = board.functions()
     assert compiled is not None
     path = tmp_path / "board"
@@ -100,7 +110,7 @@ def test_every_rank_reads_every_word_of_the_round_it_is_in(tmp_path: Path, world
     in_threads(world, play)
 
 
-def test_what_is_not_a_number_arrives_bit_for_bit(path: Path) -> None:
+def test_what_is_not_a_number_arrives_bit_for_bit(in_threads: InThreads, path: Path) -> None:
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 5e-324], dtype=torch.float64)
 
     def play(rank: int) -> None:
@@ -110,7 +120,7 @@ def test_what_is_not_a_number_arrives_bit_for_bit(path: Path) -> None:
     in_threads(2, play)
 
 
-def test_a_vector_that_is_not_contiguous_is_told_as_it_reads(path: Path) -> None:
+def test_a_vector_that_is_not_contiguous_is_told_as_it_reads(in_threads: InThreads, path: Path) -> None:
     def play(rank: int) -> None:
         rows = board_of(path, rank=rank).all_gather(word(0, rank, 12).view(3, 4).t()[1])
         assert rows.tolist() == [[1.0, 5.0, 9.0], [1.5, 5.5, 9.5]]
