@@ -216,11 +216,14 @@ def _silent(ranks: list[Rank]) -> str:
     return f"; no word from rank {numbers}, which was killed: stopped, or still at work" if numbers else ""
 
 
-def _blame(rank: Rank) -> float:
-    """Return when a rank failed. One that could not report was noticed late, and before its peers noticed."""
+def _blame(rank: Rank) -> tuple[bool, float]:
+    """Return whether a rank failed only because another was gone, and when: the least is the cause.
+
+    One that could not report was noticed late, and before its peers noticed.
+    """
     report = rank.report()
     assert rank.gone_at is not None
-    return report.at if report is not None else rank.gone_at - 1.0
+    return (False, rank.gone_at - 1.0) if report is None else (report.follows, report.at)
 
 
 def _death(code: int) -> str:

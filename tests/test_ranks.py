@@ -179,6 +179,24 @@ def test_a_rank_that_was_stopped_is_waited_for_and_named_if_it_stays_so(tmp_path
     assert not alive(second)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("memory", ["auto", "off"])
+def test_the_rank_that_was_killed_is_named_however_late_it_is_noticed(memory: str, tmp_path: Path) -> None:
+    ways = ["train.steps=100000", "run.name=x", f"parallel.shared_memory={memory}"]
+    process = start(*command(tmp_path, *TWO, *ways), cwd=tmp_path)
+    wait_for(lambda: lines(tmp_path / "x" / "main.log") > 3)
+    first, second = children(process)
+    os.kill(process.pid, signal.SIGSTOP)  # a machine that swaps may take as long
+    os.kill(second, signal.SIGKILL)
+    wait_for(lambda: not alive(first))
+    time.sleep(1.5)
+    os.kill(process.pid, signal.SIGCONT)
+    printed, _ = process.communicate(timeout=60)
+    said = [line for line in printed.splitlines() if line.startswith("runner: error: ")]
+    assert len(said) == 1
+    assert "rank 1 of 2 was killed by SIGKILL" in said[0]
+
+
 CANONICAL = [
     "parallel.reduce=canonical",
     "data.order=windows",
