@@ -72,9 +72,14 @@ def expected(error: BaseException) -> bool:
     A ValueError counts if a statement of this package raised it: that is how it says what a person can
     mend, in the middle of a run too. One out of a library means that it was called wrongly.
     """
-    if isinstance(error, (OSError, LostRankError)) or _lacks_memory(error) or _lacks_peer(error) is not None:
+    if isinstance(error, OSError) or _lacks_memory(error) or lacks_rank(error):
         return True
     return isinstance(error, ValueError) and _raised_here(error)
+
+
+def lacks_rank(error: BaseException) -> bool:
+    """Whether an error says only that another rank is gone, which must have failed before."""
+    return isinstance(error, LostRankError) or _lacks_peer(error) is not None
 
 
 def _raised_here(error: BaseException) -> bool:

@@ -205,17 +205,25 @@ def _conclude(ranks: list[Rank], *, received: list[int]) -> Outcome:
         raise RankError(f"{name} failed: {report.lines[0]}", trace=trace, code=1)
     trace = "".join(rank.tail() for rank in failed)
     if code == HANG_CODE:
-        raise RankError(
-            f"{name} made no progress and was ended; the stacks are above", trace=trace, code=code
-        )
+        text = f"{name} made no progress and was ended; the stacks are above{_silent(ranks)}"
+        raise RankError(text, trace=trace, code=code)
     raise RankError(f"{name} {_death(code)}", trace=trace, code=1)
 
 
-def _blame(rank: Rank) -> float:
-    """Return when a rank failed. One that could not report was noticed late, and before its peers noticed."""
+def _silent(ranks: list[Rank]) -> str:
+    """Return which ranks of a hung run had to be killed: the others may have waited for them alone."""
+    numbers = ", ".join(str(rank.number) for rank in ranks if rank.killed)
+    return f"; no word from rank {numbers}, which was killed: stopped, or still at work" if numbers else ""
+
+
+def _blame(rank: Rank) -> tuple[bool, float]:
+    """Return whether a rank failed only because another was gone, and when: the least is the cause.
+
+    One that could not report was noticed late, and before its peers noticed.
+    """
     report = rank.report()
     assert rank.gone_at is not None
-    return report.at if report is not None else rank.gone_at - 1.0
+    return (False, rank.gone_at - 1.0) if report is None else (report.follows, report.at)
 
 
 def _death(code: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runner.cli import ConfigError
-from runner.fault import fault_line, stack
+from runner.fault import fault_line, lacks_rank, stack
 from runner.launch import Outcome
 from runner.ranks import Place
 from runner.stop import Interrupted, StartUp, let_through, undisturbed
@@ -40,6 +40,7 @@ class Report(NamedTuple):
     lines: tuple[str, ...] = ()
     trace: str = ""
     signal: int = 0
+    follows: bool = False  # whether it failed only because another rank was gone
 
     @property
     def code(self) -> int:
@@ -75,7 +76,8 @@ def _run(order: Order) -> Report:
     except ConfigError as error:
         return Report("config", time.monotonic(), lines=tuple(error.problems))
     except BaseException as error:
-        return Report("error", time.monotonic(), lines=(fault_line(error),), trace=stack(error))
+        at, lines = time.monotonic(), (fault_line(error),)
+        return Report("error", at, lines=lines, trace=stack(error), follows=lacks_rank(error))
     return Report("outcome", time.monotonic(), outcome)
 
 

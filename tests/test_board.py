@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +22,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.fault import LostRankError
-from runner.parallel import board, memory
+from runner.parallel import board, collective, memory
 from runner.parallel.board import Board
 from runner.parallel.collective import Messages
 from runner.parallel.memory import Memory
 from runner.parallel.shared import Common, Shared
 
 ROOM = 40
+InThreads = Callable[[int, Callable[[int], None]], None]
 pytestmark = pytest.mark.skipif(board.functions() is None, reason="no compiler here")
 
 
@@ -50,7 +53,14 @@ def board_of(path: Path, *, rank: int, world: int = 2) -> Board:
     return Board(opened(path, rank=rank, world=world), compiled, rank=rank, at=0, room=ROOM)
 
 
-def in_threads(world: int, play: Callable[[int], None]) -> None:
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> InThreads:
+    """Play the ranks in threads; locks are a process's, so that none of them would seem to live."""
+    monkeypatch.setattr(Memory, "lives", lambda *_: True)
+    return _in_threads
+
+
+def _in_threads(world: int, play: Callable[[int], None]) -> None:
     problems: list[BaseException] = []
 
     def guarded(rank: int) -> None:
@@ -74,7 +84,9 @@ def word(turn: int, rank: int, count: int) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("first", [0, 0xFFFFFFFF - 100])  # the counter wraps
-def test_every_rank_reads_every_word_of_the_round_it_is_in(tmp_path: Path, world: int, first: int) -> None:
+def test_every_rank_reads_every_word_of_the_round_it_is_in(
+    in_threads: InThreads, tmp_path: Path, world: int, first: int
+) -> None:
     compiled = board.functions()
     assert compiled is not None
     path = tmp_path / "board"
@@ -98,7 +110,7 @@ def test_every_rank_reads_every_word_of_the_round_it_is_in(tmp_path: Path, world
     in_threads(world, play)
 
 
-def test_what_is_not_a_number_arrives_bit_for_bit(path: Path) -> None:
+def test_what_is_not_a_number_arrives_bit_for_bit(in_threads: InThreads, path: Path) -> None:
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 5e-324], dtype=torch.float64)
 
     def play(rank: int) -> None:
@@ -108,7 +120,7 @@ def test_what_is_not_a_number_arrives_bit_for_bit(path: Path) -> None:
     in_threads(2, play)
 
 
-def test_a_vector_that_is_not_contiguous_is_told_as_it_reads(path: Path) -> None:
+def test_a_vector_that_is_not_contiguous_is_told_as_it_reads(in_threads: InThreads, path: Path) -> None:
     def play(rank: int) -> None:
         rows = board_of(path, rank=rank).all_gather(word(0, rank, 12).view(3, 4).t()[1])
         assert rows.tolist() == [[1.0, 5.0, 9.0], [1.5, 5.5, 9.5]]
@@ -215,25 +227,48 @@ def test_compiled_and_torch_means_have_the_same_bits(
     assert torch.equal(rows.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
 
 
-def test_memory_that_cannot_be_had_is_none_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lacking", ["memfd_create", "posix_fallocate", "lockf"])
+def test_memory_that_cannot_be_had_is_none_and_leaves_nothing_open(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_FOLDER", tmp_path / "missing")
-    assert memory.shared(10, rank=0, world=1) is None
-
-    def full(*_: object) -> None:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(memory, "_FOLDER", tmp_path)
-    for name, module in (("posix_fallocate", os), ("lockf", memory.fcntl)):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, full)
-            assert memory.shared(10, rank=0, world=1) is None
-        assert list(tmp_path.iterdir()) == []
-    found = memory.shared(10, rank=0, world=1)
-    assert found is not None
-    assert bytes(found.bytes) == bytes(10)
-    assert list(tmp_path.iterdir()) == [], "the name is gone as soon as every rank has it"
+    nothing = SimpleNamespace(memfd_create=lambda *_: -1)
+    module, name, instead = {
+        "memfd_create": (ctypes, "CDLL", lambda *_, **__: nothing),
+        "posix_fallocate": (os, "posix_fallocate", full),
+        "lockf": (memory.fcntl, "lockf", full),
+    }[lacking]
+    open_before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(module, name, instead)
+    assert memory.shared(10, rank=0, world=1) is None
+    assert os.listdir("/proc/self/fd") == open_before
+
+
+def test_a_start_that_is_cut_short_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collective, "gather_objects", interrupted)
+    before = os.listdir("/dev/shm")
+    with pytest.raises(KeyboardInterrupt):
+        memory.shared(10, rank=0, world=2)
+    assert os.listdir("/dev/shm") == before
+
+
+def test_another_process_s_memory_is_opened_by_its_name_alone(tmp_path: Path) -> None:
+    fd = memory._new("runner-7", 10)
+    assert fd is not None
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    other = memory._opened(path, "runner-7")
+    assert other is not None
+    assert os.read(other, 20) == bytes(10)
+    os.close(other)
+    os.close(fd)
+    with open(tmp_path / "somebody's", "wb") as file:  # what lies there on another machine
+        assert memory._opened(f"/proc/{os.getpid()}/fd/{file.fileno()}", "runner-7") is None
+    assert memory._opened(path, "runner-7") is None
 
 
 def test_a_lock_ends_with_its_process_and_is_not_inherited(path: Path) -> None:
@@ -247,10 +282,9 @@ def test_a_lock_ends_with_its_process_and_is_not_inherited(path: Path) -> None:
         assert not mine.lives(1), "its child is still there"
 
 
-def test_rows_of_shared_memory_begin_at_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_shared_memory_begin_at_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.parallel import shared
 
-    monkeypatch.setattr(memory, "_FOLDER", tmp_path)
     messages = Messages(world=1, device=torch.device("cpu"))
     common = shared.common(1025, words=3, rank=0, world=1, otherwise=messages)
     assert common is not None

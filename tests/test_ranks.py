@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from runner import ranks
 from runner.ranks import Place, first_node, placed
-from tests.commands import run
-from tests.rank_runs import TWO, assert_same_files, command, events, torchrun, with_variables
+from tests.commands import run, start
+from tests.rank_runs import (
+    TWO,
+    alive,
+    assert_same_files,
+    children,
+    command,
+    events,
+    lines,
+    torchrun,
+    wait_for,
+    with_variables,
+)
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 
@@ -145,6 +159,42 @@ def test_a_sweep_under_a_launcher_is_refused(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert first.startswith("runner: error: -m: a sweep starts its own processes")
+
+
+@pytest.mark.dist
+def test_a_rank_that_was_stopped_is_waited_for_and_named_if_it_stays_so(tmp_path: Path) -> None:
+    few = command(tmp_path, *TWO, "train.steps=100000", "run.watchdog_s=2", "run.name=x")
+    process = start(*few, cwd=tmp_path)
+    wait_for(lambda: lines(tmp_path / "x" / "main.log") > 3)
+    first, second = children(process)
+    os.kill(first, signal.SIGSTOP)
+    time.sleep(0.7)
+    seen = lines(tmp_path / "x" / "main.log")
+    os.kill(first, signal.SIGCONT)
+    wait_for(lambda: lines(tmp_path / "x" / "main.log") > seen + 3)
+    os.kill(second, signal.SIGSTOP)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 124
+    assert "rank 0 of 2 made no progress and was ended; the stacks are above; no word from rank 1," in printed
+    assert not alive(second)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("memory", ["auto", "off"])
+def test_the_rank_that_was_killed_is_named_however_late_it_is_noticed(memory: str, tmp_path: Path) -> None:
+    ways = ["train.steps=100000", "run.name=x", f"parallel.shared_memory={memory}"]
+    process = start(*command(tmp_path, *TWO, *ways), cwd=tmp_path)
+    wait_for(lambda: lines(tmp_path / "x" / "main.log") > 3)
+    first, second = children(process)
+    os.kill(process.pid, signal.SIGSTOP)  # a machine that swaps may take as long
+    os.kill(second, signal.SIGKILL)
+    wait_for(lambda: not alive(first))
+    time.sleep(1.5)
+    os.kill(process.pid, signal.SIGCONT)
+    printed, _ = process.communicate(timeout=60)
+    said = [line for line in printed.splitlines() if line.startswith("runner: error: ")]
+    assert len(said) == 1
+    assert "rank 1 of 2 was killed by SIGKILL" in said[0]
 
 
 CANONICAL = [

@@ -8,11 +8,10 @@ import mmap
 import os
 import secrets
 import weakref
-from pathlib import Path
 
 from runner.parallel import collective
 
-_FOLDER = Path("/dev/shm")  # POSIX shared memory on Linux
+_CLOSE_ON_EXEC = 1  # linux/memfd.h
 
 
 class Memory:
@@ -42,31 +41,48 @@ class Memory:
 def shared(size: int, *, rank: int, world: int) -> Memory | None:
     """Return memory of `size` bytes that all ranks see, or None where they cannot. All ranks together.
 
-    They cannot on several machines or in containers of their own, or where shared memory is short (Docker
-    gives 64 MB unless told otherwise).
+    They cannot on several machines or in containers of their own, or where memory is short. It has no name
+    in any folder, so that it goes with the last of them, whenever and however they end.
     """
-    path = _FOLDER / f"runner-{secrets.token_hex(16)}"
-    mine = _memory(path, size, rank=rank, world=world, new=True) if rank == 0 else None
-    name = collective.gather_objects(path.name if mine is not None else None, world=world, group=None)[0]
-    if rank != 0 and name is not None:
-        mine = _memory(_FOLDER / name, size, rank=rank, world=world, new=False)
+    name = f"runner-{secrets.token_hex(16)}"
+    fd = _new(name, size) if rank == 0 else None
+    place = None if fd is None else (f"/proc/{os.getpid()}/fd/{fd}", name)
+    place = collective.gather_objects(place, world=world, group=None)[0]
+    if rank != 0 and place is not None:
+        fd = _opened(*place)
+    mine = None if fd is None else _mapped(fd, size, rank=rank, world=world)
     everyone = all(collective.gather_objects(mine is not None, world=world, group=None))
-    if rank == 0:
-        path.unlink(missing_ok=True)  # it lives on as long as a rank has it
     return mine if everyone else None
 
 
-def _memory(path: Path, size: int, *, rank: int, world: int, new: bool) -> Memory | None:
-    """Map a file, a new one reserved in full: a write to what is not there would end the process."""
-    fd = None
+def _new(name: str, size: int) -> int | None:
+    """Make a file in memory, reserved in full: a write to what is not there would end the process."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
-        if new:
-            os.posix_fallocate(fd, 0, size)
+        create = ctypes.CDLL(None, use_errno=True).memfd_create  # many builds of Python lack os.memfd_create
+    except AttributeError:
+        return None
+    fd: int = create(name.encode(), _CLOSE_ON_EXEC)
+    if fd < 0:
+        return None
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _opened(path: str, name: str) -> int | None:
+    """Open another process's file, if it is the one: elsewhere its number may be anybody's."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC) if name in os.readlink(path) else None
+    except OSError:
+        return None
+
+
+def _mapped(fd: int, size: int, *, rank: int, world: int) -> Memory | None:
+    try:
         return Memory(fd, size, rank=rank, world=world)
     except (OSError, ValueError):
-        if fd is not None:
-            os.close(fd)
-        if new and fd is not None:
-            path.unlink(missing_ok=True)
+        os.close(fd)
         return None
