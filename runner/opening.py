@@ -34,6 +34,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     config = settle_micro_batch(config, dir=dir, device=process.device, world=process.world)
     s = assemble_session(config, dir=dir, process=process)
     start = _settle_start(config, s)
+    s.forensics.rewind(s.progress.step if start.resumed else 0)
     s.emitter.open(
         RunInfo(
             name=str(run["label"] or run["name"] or dir.name),
@@ -71,7 +72,8 @@ def _settle_start(config: Config, s: Session) -> _Start:
     if found is not None:
         notes += s.restore(found)
     now["sessions"][-1]["start_step"] = s.progress.step
-    if s.engine.rank == 0:
+    done = before is not None and s.progress.step >= s.plan.steps  # nothing will happen: nothing to record
+    if s.engine.rank == 0 and not done:
         manifest.write(s.dir, manifest.resumed(before, now) if before else now)
     events = (*restored.events, *(Note(s.progress.step, text) for text in notes))
     return _Start(now, restored.snapshot is not None, events)

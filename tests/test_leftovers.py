@@ -1,0 +1,74 @@
+"""What an earlier start left behind, or has still under way, does not end up in the record of the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner import manifest
+from runner.train import Plan
+from tests.commands import run
+from tests.rank_runs import command, events
+from tests.sessions import TINY, opened, ran
+
+AUTO = [*TINY, "train.micro_batch=auto"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+def test_a_slow_save_is_in_no_step_s_time(mode: str, tmp_path: Path) -> None:
+    slow = ("debug.slow_save_s=0.5", f"checkpoint.async={mode}", "checkpoint.every=4")
+    run(*command(tmp_path, *slow, "train.steps=9", "run.name=x"), cwd=tmp_path)
+    rows = events(tmp_path / "x", "TrainStep")
+    assert max(row["perf/step_ms"] for row in rows) < 400
+    if mode != "on":
+        assert all(row["checkpoint/blocked_ms"] > 400 for row in events(tmp_path / "x", "Saved"))
+
+
+def test_a_start_without_a_checkpoint_does_not_bind_the_size_of_a_pass(tmp_path: Path) -> None:
+    opened(*AUTO, "train.tokens_per_step=1024", dir=tmp_path)  # dies before it trains
+    begun = opened(*AUTO, "train.tokens_per_step=1536", dir=tmp_path)
+    assert (begun.plan.micro_batch, begun.plan.accumulate) == (96, 1)
+
+
+@pytest.mark.parametrize("afresh", ["run.overwrite=true", "checkpoint.resume=never"])
+def test_a_fresh_start_does_not_bind_the_size_of_a_pass(afresh: str, tmp_path: Path) -> None:
+    ran(*AUTO, "train.tokens_per_step=1024", "train.steps=1", dir=tmp_path)
+    if "never" in afresh:
+        (tmp_path / "DONE_00000001").unlink()
+    begun = opened(*AUTO, "train.tokens_per_step=1536", afresh, dir=tmp_path)
+    assert begun.plan.accumulate * begun.plan.rows * 16 == 1536
+
+
+def test_a_pass_that_no_longer_fits_the_step_is_refused(tmp_path: Path) -> None:
+    ran(*AUTO, "train.tokens_per_step=1024", "train.steps=1", dir=tmp_path)
+    with pytest.raises(ValueError, match=r"begun with 64 sequences in a pass.*the 96 that each of 1"):
+        opened(*AUTO, "train.tokens_per_step=1536", dir=tmp_path)
+
+
+def test_no_plan_trains_on_fewer_tokens_than_it_says() -> None:
+    assert Plan(steps=1, micro_batch=4, seq_len=8, tokens_per_step=64).accumulate == 2
+    with pytest.raises(AssertionError, match="cannot train on 96 tokens"):
+        _ = Plan(steps=1, micro_batch=8, seq_len=8, tokens_per_step=96).accumulate
+
+
+def test_refused_steps_are_kept_of_this_history_alone(tmp_path: Path) -> None:
+    same = command(tmp_path, "train.steps=9", "checkpoint.every=5", "run.name=x")
+    run(*same, "debug.nan_loss_at=[2,6]", "debug.kill_at=8", cwd=tmp_path, code=-9)
+    assert kept(tmp_path) == [2, 6]
+    run(*same, cwd=tmp_path)  # goes on from step 5, and step 6 is fine this time
+    assert kept(tmp_path) == [2]
+    run(*same, "run.overwrite=true", cwd=tmp_path)
+    assert kept(tmp_path) == []
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(json.loads(path.read_text())["step"] for path in (folder / "x" / "skips").iterdir())
+
+
+def test_a_start_with_nothing_to_do_changes_no_record(tmp_path: Path) -> None:
+    ran(*TINY, "train.steps=3", dir=tmp_path)
+    before = manifest.read(tmp_path)
+    opened(*TINY, "train.steps=2", "clip.max_norm=9", dir=tmp_path)
+    assert manifest.read(tmp_path) == before
