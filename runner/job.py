@@ -112,8 +112,8 @@ def _verdict(s: Session) -> tuple[Status, int, str]:
     step, stopped = s.progress.step, s.progress.step < s.plan.steps
     lost = s.store.lacks(step, stopped=stopped)
     message = (
-        f"the checkpoint of step {step} could not be written (see above); make room, then give the same "
-        "command again: it goes on from the last one that was"
+        f"the checkpoint of step {step} could not be written (see above); once that is mended, the same "
+        "command goes on from the last one that was"
     )
     if stopped:
         s.stop.agree(s.engine.gather)
