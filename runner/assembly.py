@@ -164,9 +164,9 @@ def _scheduler(make: Make, config: Config, *, tokens: int) -> Scheduler:
     return schedule if factor == 1 else functools.partial(scaled, schedule=schedule, factor=factor)
 
 
-def _timing(meter: Meter, plan: Plan, step: int) -> Timing:
+def _timing(meter: Meter, plan: Plan) -> Timing:
     speed = meter.tick(plan.tokens)
-    return Timing(tokens=(step + 1) * plan.tokens, **speed._asdict())
+    return Timing(tokens=meter.tokens, **speed._asdict())
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:

@@ -198,7 +198,7 @@ class Session:
         self.optimizer.load_state_dict(found.optimizer)
         self.stream.load_state_dict({**found.stream, "recut": resharded} if resharded else found.stream)
         self.rng.load_state_dict(found.rng)
-        notes = []
+        notes = self._tokens_changed(was)
         for name, part in self.parts().items():
             try:
                 # A rank that was not there keeps its own seeds: rank 0's generators are not for two.
@@ -209,6 +209,19 @@ class Session:
                 if name != "outlier":
                     raise
                 notes.append(f"{error}; it starts with an empty window")
+        if "meter" not in found.parts:
+            self.meter.tokens = found.step * self.plan.tokens
         # llm.c's own checkpoints have no side file: the step in the header is what counts.
         self.progress.step = found.step
         return notes
+
+    def _tokens_changed(self, was_world: int) -> list[str]:
+        """Say that another number of ranks changes what a step is, where nothing but it decides that."""
+        plan = self.plan
+        if was_world == plan.world or plan.tokens_per_step is not None:
+            return []
+        before = plan.tokens // plan.world * was_world
+        return [
+            f"a step has {plan.tokens} tokens on {plan.world} ranks, it had {before} on {was_world}; "
+            f"train.tokens_per_step={before} would have kept it"
+        ]

@@ -10,7 +10,7 @@ import pytest
 from runner import manifest
 from runner.train import Plan
 from tests.commands import run
-from tests.rank_runs import command, events
+from tests.rank_runs import TWO, command, done_steps, events, notes
 from tests.sessions import TINY, opened, ran
 
 AUTO = [*TINY, "train.micro_batch=auto"]
@@ -72,3 +72,35 @@ def test_a_start_with_nothing_to_do_changes_no_record(tmp_path: Path) -> None:
     before = manifest.read(tmp_path)
     opened(*TINY, "train.steps=2", "clip.max_norm=9", dir=tmp_path)
     assert manifest.read(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("nothing", "there is no run nothing"),
+        ("x@2", "has no checkpoint of step 2"),
+        ("x@3", "that is this run itself"),
+        ("y", "step 3 is not before train.steps=3"),
+    ],
+)
+def test_a_mistake_in_where_to_start_from_costs_no_checkpoint(
+    source: str, reason: str, tmp_path: Path
+) -> None:
+    there = [*TINY, f"run.root={tmp_path}"]
+    for name in ("x", "y"):
+        ran(*there, "train.steps=3", dir=tmp_path / name)
+    steps = 3 if source == "y" else 5
+    with pytest.raises(ValueError, match=reason):
+        opened(*there, f"run.from={source}", "run.overwrite=true", f"train.steps={steps}", dir=tmp_path / "x")
+    assert done_steps(tmp_path / "x") == [3]
+
+
+@pytest.mark.dist
+def test_tokens_are_those_that_were_read_whatever_the_ranks(tmp_path: Path) -> None:
+    same = command(tmp_path, "run.name=x", "run.ranks_every=0")
+    run(*same, "train.steps=4", cwd=tmp_path)
+    run(*same, *TWO, "checkpoint.allow_reshard=true", "train.steps=6", cwd=tmp_path)
+    read = [row["train/tokens"] for row in events(tmp_path / "x", "TrainStep")]
+    assert read == [32, 64, 96, 128, 192, 256]
+    told = "a step has 64 tokens on 2 ranks, it had 32 on 1; train.tokens_per_step=32 would have kept it"
+    assert told in notes(tmp_path / "x")
