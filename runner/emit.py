@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ class Emitter:
         self.loggers = dict(loggers)
         self._rank = rank
         self._waiting: dict[str, deque[Event]] = {}
+        self._lost: Counter[str] = Counter()  # lines of a record that memory had no room for
         self._at = 0  # the step of the last event
 
     def open(self, run: RunInfo) -> None:
@@ -70,6 +71,7 @@ class Emitter:
 
     def _send(self, name: str, event: Event) -> None:
         waiting = self._waiting.setdefault(name, deque(maxlen=_KEPT))
+        self._lost[name] += len(waiting) == waiting.maxlen
         waiting.append(event)
         try:
             while waiting:
@@ -115,8 +117,12 @@ class Emitter:
                 self.loggers[name].log(waiting[0])
                 waiting.popleft()
         except Exception as error:
-            log.error("logger.%s: %s; %d of its lines are lost", name, _text(error), len(waiting))
-        return not waiting
+            lost = len(waiting) + self._lost[name]
+            log.error("logger.%s: %s; %d of its lines are lost", name, _text(error), lost)
+            return False
+        if self._lost[name]:
+            log.error("logger.%s: could not be written for long; %d lines are lost", name, self._lost[name])
+        return not self._lost[name]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loggers that keep one (a wandb run id)."""

@@ -190,6 +190,20 @@ def test_the_record_is_written_at_the_end_or_the_run_says_that_it_is_not() -> No
     assert late.written == [0, 1, 2]
 
 
+def test_lines_that_memory_had_no_room_for_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("runner.emit._KEPT", 4)
+    late = Full()
+    emitter = Emitter({"jsonl": late})
+    emitter([Note(step, "x") for step in range(6)])
+    late.room = True
+    emitter([Note(6, "x")])
+    assert late.written == [3, 4, 5, 6]
+    assert emitter.close("finished") == ["jsonl"]
+    assert "3 lines are lost" in caplog.text
+
+
 class Forgetful(Full):
     """A logger that logs, and fails at everything else."""
 
