@@ -27,10 +27,11 @@ from runner.model import compiled
 from runner.optimizer.options import NAMES, Options, assemble
 from runner.pace import Pace
 from runner.precision import Precision
+from runner.progress import Progress
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
 from runner.scheduler import scaled
-from runner.session import Identity, Progress, Session
+from runner.session import Identity, Session
 from runner.signature import signature_of
 from runner.stop import Stop
 from runner.train import Plan

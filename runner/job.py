@@ -20,8 +20,9 @@ from runner.checkpoint.folder import done_steps
 from runner.cli import ConfigError
 from runner.launch import Outcome
 from runner.opening import open_session
+from runner.progress import DivergedError
 from runner.ranks import ALONE, Place, join, meet
-from runner.session import DivergedError, Session
+from runner.session import Session
 from runner.stop import PREEMPTION, Stop
 from runner.train import train
 from runner.watchdog import Watchdog

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from runner import manifest
+from runner.api import Event, Logger, Note, TrainStep
 from runner.train import Plan
 from tests.commands import run
 from tests.rank_runs import TWO, command, done_steps, events, notes
@@ -104,3 +108,22 @@ def test_tokens_are_those_that_were_read_whatever_the_ranks(tmp_path: Path) -> N
     assert read == [32, 64, 96, 128, 192, 256]
     told = "a step has 64 tokens on 2 ranks, it had 32 on 1; train.tokens_per_step=32 would have kept it"
     assert told in notes(tmp_path / "x")
+
+
+def row(step: int, norm: float) -> TrainStep:
+    return TrainStep(step, 3.0, 1e-3, norm, math.nan, math.nan, True, "", 1.0, 32, 1.0, 1.0, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("guard", "told"),
+    [("max_norm_z=6", [3]), ("max_norm_z=0", []), ("robust=true", [])],
+)
+def test_residue_of_a_huge_value_in_llmc_s_sums_is_told(guard: str, told: list[int], tmp_path: Path) -> None:
+    session = opened(*TINY, "outlier.max_norm_z=6", f"outlier.{guard}", dir=tmp_path)
+    seen: list[Event] = []
+    session.emitter.loggers["mine"] = cast(Logger, SimpleNamespace(log=seen.append))
+    norms = [1.0, math.nan, 1e5, 1e12, 1.0, math.inf]
+    session.emit([row(step, norm) for step, norm in enumerate(norms)])
+    notes_of = [event for event in seen if isinstance(event, Note)]
+    assert [note.step for note in notes_of] == told
+    assert all("rounding residue" in note.text for note in notes_of)
