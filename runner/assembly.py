@@ -27,10 +27,11 @@ from runner.model import compiled
 from runner.optimizer.options import NAMES, Options, assemble
 from runner.pace import Pace
 from runner.precision import Precision
+from runner.progress import Progress
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
 from runner.scheduler import scaled
-from runner.session import Identity, Progress, Session
+from runner.session import Identity, Session
 from runner.signature import signature_of
 from runner.stop import Stop
 from runner.train import Plan
@@ -164,9 +165,9 @@ def _scheduler(make: Make, config: Config, *, tokens: int) -> Scheduler:
     return schedule if factor == 1 else functools.partial(scaled, schedule=schedule, factor=factor)
 
 
-def _timing(meter: Meter, plan: Plan, step: int) -> Timing:
+def _timing(meter: Meter, plan: Plan) -> Timing:
     speed = meter.tick(plan.tokens)
-    return Timing(tokens=(step + 1) * plan.tokens, **speed._asdict())
+    return Timing(tokens=meter.tokens, **speed._asdict())
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from runner import native
 
+_LEAST = torch.finfo(torch.float32).tiny  # what is less may count as 0, and stop every weight
+
 
 def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> Tensor:
     """Return the factor [] that brings a gradient of global norm `norm` down to `max_norm`.
@@ -20,9 +22,9 @@ def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> T
     """
     if max_norm is None:
         return torch.ones_like(norm)
-    if not max_norm > 0:
+    if not max_norm >= _LEAST:
         raise ValueError(
-            f"clip.max_norm={max_norm} must be greater than 0: null (clip=none) turns clipping off"
+            f"clip.max_norm={max_norm} must be above 0 as a float32: null (clip=none) turns clipping off"
         )
     if norm.is_cuda and (kernels := native.triton_kernels()) is not None:
         factor: Tensor = kernels.clip_factor(norm, max_norm=max_norm)

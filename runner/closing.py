@@ -50,7 +50,7 @@ def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Pa
     lines.append(f"  files       {folder}: {', '.join(names)}")
     if plot is not None:
         lines.append(f"  curves      {_short(plot)}")
-    lines += [f"  {name:<11} {hint}" for name, hint in _hints(s)]
+    lines += [f"  {name:<11} {hint.removeprefix(f'{name}: ')}" for name, hint in s.emitter.hints()]
     return lines + (_next(s, outcome, run=run) if "checkpoints" in names else [])
 
 
@@ -67,16 +67,6 @@ def _next(s: Session, outcome: Outcome, *, run: dict[str, Any]) -> list[str]:
         chosen = shlex.quote(f"run={_short(s.dir)}")
         lines.append(f"  sample      python -m runner.generate {chosen} prompt='Call me'")
     return lines
-
-
-def _hints(s: Session) -> list[tuple[str, str]]:
-    found = []
-    for name, logger in s.emitter.loggers.items():
-        hint = getattr(logger, "hint", None)
-        text = hint() if callable(hint) else ""
-        if text:
-            found.append((name, text.removeprefix(f"{name}: ")))
-    return found
 
 
 def _short(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ class Emitter:
         self.loggers = dict(loggers)
         self._rank = rank
         self._waiting: dict[str, deque[Event]] = {}
+        self._lost: Counter[str] = Counter()  # lines of a record that memory had no room for
+        self._at = 0  # the step of the last event
 
     def open(self, run: RunInfo) -> None:
         """Open every logger; one that cannot open is dropped, unless it is the record.
@@ -52,6 +54,7 @@ class Emitter:
 
     def __call__(self, events: Iterable[Event]) -> None:
         for event in events:
+            self._at = event.step
             self._warn(event)
             for name in list(self.loggers):
                 self._send(name, event)
@@ -68,6 +71,7 @@ class Emitter:
 
     def _send(self, name: str, event: Event) -> None:
         waiting = self._waiting.setdefault(name, deque(maxlen=_KEPT))
+        self._lost[name] += len(waiting) == waiting.maxlen
         waiting.append(event)
         try:
             while waiting:
@@ -113,18 +117,44 @@ class Emitter:
                 self.loggers[name].log(waiting[0])
                 waiting.popleft()
         except Exception as error:
-            log.error("logger.%s: %s; %d of its lines are lost", name, _text(error), len(waiting))
-        return not waiting
+            lost = len(waiting) + self._lost[name]
+            log.error("logger.%s: %s; %d of its lines are lost", name, _text(error), lost)
+            return False
+        if self._lost[name]:
+            log.error("logger.%s: could not be written for long; %d lines are lost", name, self._lost[name])
+        return not self._lost[name]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loggers that keep one (a wandb run id)."""
-        return {n: lg.state_dict() for n, lg in self.loggers.items() if hasattr(lg, "state_dict")}
+        states = {}
+        for name, logger in list(self.loggers.items()):
+            if hasattr(logger, "state_dict"):
+                try:
+                    states[name] = logger.state_dict()
+                except Exception as error:
+                    self._drop(name, error, self._at)
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each logger its state back; one that is new starts without."""
+        """Give each logger its state back; one that is new, or cannot read it, starts without."""
         for name, logger in self.loggers.items():
             if name in state and hasattr(logger, "load_state_dict"):
-                logger.load_state_dict(state[name])
+                try:
+                    logger.load_state_dict(state[name])
+                except Exception as error:
+                    log.warning("logger.%s starts without what it kept: %s", name, _text(error))
+
+    def hints(self) -> list[tuple[str, str]]:
+        """Return the loggers that tell where to look at the run, and what they tell."""
+        found = []
+        for name, logger in self.loggers.items():
+            try:
+                hint = getattr(logger, "hint", str)()
+            except Exception as error:
+                log.warning("logger.%s does not tell where to look: %s", name, _text(error))
+            else:
+                found += [(name, hint)] if hint else []
+        return found
 
 
 def _text(error: Exception) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ FOLDER = "skips"
 MOST_FILES = 200  # of a run; further refused steps are only logged
 MOST_TENSORS = 16
 MOST_BATCHES = 256  # positions in one file
+_FILE = re.compile(r"step_(\d+)\.json")
 _LATE = 2  # steps that may be under way: one running, one whose verdict is on its way
 
 
@@ -40,6 +42,14 @@ class Forensics:
         self._sample_tokens = rank_tokens * engine.world
         self._places: list[Any] = []
         self._recent: deque[_Step] = deque(maxlen=_LATE)
+
+    def rewind(self, start_step: int) -> None:
+        """Remove what tells of steps from `start_step` on, which this session has yet to do (rank 0)."""
+        if self._engine.rank != 0 or not self._folder.is_dir():
+            return
+        for path in self._folder.iterdir():
+            if (match := _FILE.fullmatch(path.name)) and int(match[1]) >= start_step:
+                path.unlink()
 
     def saw(self, stream: Any) -> None:
         """Remember where the micro-batch came from that `stream` just handed out."""

@@ -20,8 +20,9 @@ from runner.checkpoint.folder import done_steps
 from runner.cli import ConfigError
 from runner.launch import Outcome
 from runner.opening import open_session
+from runner.progress import DivergedError
 from runner.ranks import ALONE, Place, join, meet
-from runner.session import DivergedError, Session
+from runner.session import Session
 from runner.stop import PREEMPTION, Stop
 from runner.train import train
 from runner.watchdog import Watchdog
@@ -112,8 +113,8 @@ def _verdict(s: Session) -> tuple[Status, int, str]:
     step, stopped = s.progress.step, s.progress.step < s.plan.steps
     lost = s.store.lacks(step, stopped=stopped)
     message = (
-        f"the checkpoint of step {step} could not be written (see above); make room, then give the same "
-        "command again: it goes on from the last one that was"
+        f"the checkpoint of step {step} could not be written (see above); once that is mended, the same "
+        "command goes on from the last one that was"
     )
     if stopped:
         s.stop.agree(s.engine.gather)

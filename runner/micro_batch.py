@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from runner import manifest
+from runner.checkpoint.folder import done_steps
 from runner.config import build, trusted
 from runner.precision import Precision
 
@@ -38,13 +39,29 @@ def settle_micro_batch(config: Config, *, dir: Path, device: torch.device, world
     train = config["train"]
     if train["micro_batch"] != "auto":
         return config
-    recorded = ((manifest.read(dir) or {}).get("config") or {}).get("train", {}).get("micro_batch")
-    if isinstance(recorded, int) and not config["run"]["overwrite"]:
-        found = recorded
-    else:
-        found = _find(config, device=device, world=world)
+    rows = train["tokens_per_step"] // (train["seq_len"] * world)  # of a process in a step
+    found = _recorded(dir) if _goes_on(config, dir=dir) else None
+    if found is None:
+        found = _find(config, rows=rows, device=device)
+    elif rows % found:
+        raise ValueError(
+            f"train.micro_batch=auto: the run was begun with {found} sequences in a pass, which do not "
+            f"divide the {rows} that each of {world} processes now has in a step; restore "
+            "parallel.processes and train.tokens_per_step, or choose another run.name"
+        )
     log.info("train.micro_batch=auto: %d sequences", found)
     return {**config, "train": {**train, "micro_batch": found}}
+
+
+def _goes_on(config: Config, *, dir: Path) -> bool:
+    """Whether the run continues from a checkpoint; what a start before that left behind binds nothing."""
+    afresh = config["run"]["overwrite"] or config["checkpoint"]["resume"] == "never"
+    return not afresh and bool(done_steps(dir))
+
+
+def _recorded(dir: Path) -> int | None:
+    was = (manifest.read(dir) or {}).get("config", {}).get("train", {}).get("micro_batch")
+    return was if isinstance(was, int) else None
 
 
 def divisors(number: int) -> list[int]:
@@ -62,17 +79,15 @@ def largest_fitting(candidates: list[int], fits: Callable[[int], bool]) -> int |
     return best
 
 
-def _find(config: Config, *, device: torch.device, world: int) -> int:
-    train = config["train"]
-    seq_len = train["seq_len"]
-    candidates = divisors(train["tokens_per_step"] // (seq_len * world))
+def _find(config: Config, *, rows: int, device: torch.device) -> int:
+    seq_len = config["train"]["seq_len"]
     if device.type == "cuda":
         fits: Callable[[int], bool] = functools.partial(
             _passes, _model(config, device=device), config, device
         )
     else:
-        fits = lambda rows: rows == 1 or rows * seq_len <= CPU_TOKENS  # noqa: E731
-    best = largest_fitting(candidates, fits)
+        fits = lambda some: some == 1 or some * seq_len <= CPU_TOKENS  # noqa: E731
+    best = largest_fitting(divisors(rows), fits)
     if best is None:
         raise ValueError(
             "train.micro_batch=auto: not even one sequence fits into the memory of the device; "

@@ -34,6 +34,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     config = settle_micro_batch(config, dir=dir, device=process.device, world=process.world)
     s = assemble_session(config, dir=dir, process=process)
     start = _settle_start(config, s)
+    s.forensics.rewind(s.progress.step if start.resumed else 0)
     s.emitter.open(
         RunInfo(
             name=str(run["label"] or run["name"] or dir.name),
@@ -58,20 +59,20 @@ def _settle_start(config: Config, s: Session) -> _Start:
     """Restore what there is to restore, after comparing manifests; write this session's own."""
     overwrite = config["run"]["overwrite"]
     now = _manifest(config, s)
-    before = manifest.read(s.dir) if s.store.resumes(overwrite=overwrite) else None
+    goes_on = s.store.resumes(overwrite=overwrite)
+    before = manifest.read(s.dir) if goes_on else None
     notes = _changes(before, now)
+    branch = None
+    if config["run"]["from"] and not goes_on:  # before an overwrite removes what a mistake here would cost
+        branch = _branch(config, s)
+        notes = [*branch.notes, *_changes(manifest.read(branch.source), now)]
     restored = s.store.restore(s.snapshot(), overwrite=overwrite)
-    found = restored.snapshot
-    if found is None:
-        before, notes = None, []
-        if config["run"]["from"]:
-            branch = _branch(config, s)
-            found = branch.snapshot
-            notes = [*branch.notes, *_changes(manifest.read(branch.source), now)]
+    found = branch.snapshot if branch is not None else restored.snapshot
     if found is not None:
         notes += s.restore(found)
     now["sessions"][-1]["start_step"] = s.progress.step
-    if s.engine.rank == 0:
+    done = before is not None and s.progress.step >= s.plan.steps  # nothing will happen: nothing to record
+    if s.engine.rank == 0 and not done:
         manifest.write(s.dir, manifest.resumed(before, now) if before else now)
     events = (*restored.events, *(Note(s.progress.step, text) for text in notes))
     return _Start(now, restored.snapshot is not None, events)
@@ -91,7 +92,7 @@ def _changes(before: Config | None, now: Config) -> list[str]:
 
 def _branch(config: Config, s: Session) -> Branch:
     """Load the checkpoint of another run that this one starts from."""
-    return branch_off(
+    branch = branch_off(
         config["run"]["from"],
         root=Path(config["run"]["root"]),
         live=s.snapshot(),
@@ -99,6 +100,12 @@ def _branch(config: Config, s: Session) -> Branch:
         allow_reshard=s.store.allow_reshard,
         strict_env=s.store.strict_env,
     )
+    if branch.source == s.dir.resolve():
+        raise ValueError(
+            f"run.from={config['run']['from']}: that is this run itself, which run.overwrite=true empties; "
+            "choose another run.name"
+        )
+    return branch
 
 
 def _rate_caution(config: Config, s: Session) -> list[str]:

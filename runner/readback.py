@@ -36,7 +36,7 @@ class Readback:
     The lag is fixed, never polled, so every rank sees the same events at the same step.
     """
 
-    def __init__(self, timing: Callable[[int], Timing], *, device: torch.device) -> None:
+    def __init__(self, timing: Callable[[], Timing], *, device: torch.device) -> None:
         self._timing = timing
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: deque[_Pending] = deque()
@@ -70,7 +70,7 @@ class Readback:
         loss, norm, scale, loss_z, norm_z, applied, bits = (
             values if isinstance(values, list) else values.tolist()
         )
-        timing = self._timing(pending.step)
+        timing = self._timing()
         self._skipped += not applied
         reasons = [text for bit, text in REASONS.items() if int(bits) & bit]
         return TrainStep(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from runner.api import (
@@ -17,14 +17,13 @@ from runner.api import (
     Engine,
     Evaluator,
     Event,
+    Note,
     Optimizer,
     Outlier,
     Scheduler,
     Snapshot,
-    State,
     Stream,
     TrainStep,
-    ValLoss,
     View,
 )
 from runner.checkpoint.store import Store
@@ -35,57 +34,18 @@ from runner.forensics import Forensics
 from runner.inject import Inject
 from runner.meter import Meter
 from runner.pace import Pace
+from runner.progress import Progress
 from runner.readback import Readback
 from runner.rng import Generators, ModelRng
 from runner.stop import Stop
 from runner.train import Plan
 from runner.watchdog import Watchdog
 
-
-class DivergedError(RuntimeError):
-    """Too many steps in a row were refused; the message says how many and why."""
-
-
-class Progress:
-    """Where the run is, and the few figures that its end reports."""
-
-    def __init__(self, *, max_consecutive_skips: int | None) -> None:
-        self.step = 0
-        self.val_loss = math.nan
-        self.best_val_loss = math.inf
-        self.best_step = 0
-        self.stopped = False
-        self._limit = max_consecutive_skips
-        self._skips_in_a_row = 0
-
-    def observe(self, event: Event) -> None:
-        """Note what an event says of the run.
-
-        Raises:
-            DivergedError: `outlier.max_consecutive_skips` steps in a row were skipped.
-        """
-        if isinstance(event, ValLoss):
-            self.val_loss = event.loss
-            if event.loss < self.best_val_loss:
-                self.best_val_loss, self.best_step = event.loss, event.step
-        elif isinstance(event, TrainStep):
-            self._skips_in_a_row = 0 if event.applied else self._skips_in_a_row + 1
-            if self._limit is not None and self._skips_in_a_row >= self._limit:
-                raise DivergedError(
-                    f"diverged: {self._skips_in_a_row} steps in a row were skipped up to step {event.step} "
-                    f"({event.reason}); lower optimizer.lr, or raise outlier.max_consecutive_skips"
-                )
-
-    def state_dict(self) -> State:
-        """Return what a resumed run needs to go on counting."""
-        names = ("step", "val_loss", "best_val_loss", "best_step", "_skips_in_a_row")
-        return {name.strip("_"): getattr(self, name) for name in names}
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from `state`."""
-        self.step = int(state["step"])
-        self.val_loss, self.best_val_loss = float(state["val_loss"]), float(state["best_val_loss"])
-        self.best_step, self._skips_in_a_row = int(state["best_step"]), int(state["skips_in_a_row"])
+_RESIDUE = (
+    "outlier: a value as far out as this one leaves a rounding residue in llm.c's running sums, by which "
+    "z-scores may be wrong or missing from now on; outlier.robust=true has no such sums, and a run that is "
+    "continued may set it"
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +95,15 @@ class Session:
             self.emitter([event])
             if isinstance(event, TrainStep) and not event.applied:
                 self.emitter(self.forensics.keep(event))
+            if isinstance(event, TrainStep) and self.progress.leaps(event) and self._sums_run:
+                self.emitter([Note(event.step, _RESIDUE, "warning")])
             self.progress.observe(event)
+
+    @property
+    def _sums_run(self) -> bool:
+        """Whether updates are refused by z-scores of llm.c's running sums."""
+        limits = (getattr(self.outlier, name, 0) for name in ("max_loss_z", "max_norm_z"))
+        return any(limits) and not getattr(self.outlier, "robust", True)
 
     def parts(self) -> dict[str, Any]:
         """Return the stateful parts that the checkpoint's side file keeps, by name."""
@@ -175,6 +143,20 @@ class Session:
         with self.meter.pause():
             self.emit(self.store.save(self.snapshot()))
 
+    def finish_save(self) -> None:
+        """Let a checkpoint in flight go first as far as the next update asks for; no step's time holds that.
+
+        A GPU waits for its copies by itself, so the host only waits where a brief checkpoint is completed.
+        """
+        on_gpu = self.engine.device.type == "cuda"
+        if not self.store.pending or (on_gpu and not self.store.brief):
+            self.emit(self.store.before_update())
+            return
+        if on_gpu:  # what it computes meanwhile is the step's own time
+            torch.cuda.synchronize(self.engine.device)
+        with self.meter.pause():
+            self.emit(self.store.before_update())
+
     def restore(self, found: Snapshot) -> list[str]:
         """Put every part where it was when `found` was written; return what could not be."""
         was = int(found.env.get("world", self.engine.world))
@@ -183,7 +165,7 @@ class Session:
         self.optimizer.load_state_dict(found.optimizer)
         self.stream.load_state_dict({**found.stream, "recut": resharded} if resharded else found.stream)
         self.rng.load_state_dict(found.rng)
-        notes = []
+        notes = self._tokens_changed(was)
         for name, part in self.parts().items():
             try:
                 # A rank that was not there keeps its own seeds: rank 0's generators are not for two.
@@ -194,6 +176,19 @@ class Session:
                 if name != "outlier":
                     raise
                 notes.append(f"{error}; it starts with an empty window")
+        if "meter" not in found.parts:
+            self.meter.tokens = found.step * self.plan.tokens
         # llm.c's own checkpoints have no side file: the step in the header is what counts.
         self.progress.step = found.step
         return notes
+
+    def _tokens_changed(self, was_world: int) -> list[str]:
+        """Say that another number of ranks changes what a step is, where nothing but it decides that."""
+        plan = self.plan
+        if was_world == plan.world or plan.tokens_per_step is not None:
+            return []
+        before = plan.tokens // plan.world * was_world
+        return [
+            f"a step has {plan.tokens} tokens on {plan.world} ranks, it had {before} on {was_world}; "
+            f"train.tokens_per_step={before} would have kept it"
+        ]

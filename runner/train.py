@@ -39,7 +39,9 @@ class Plan:
     @property
     def accumulate(self) -> int:
         """Return how many micro-batches each process runs per update."""
-        return self.tokens // (self.rows * self.seq_len * self.world)
+        passes, rest = divmod(self.tokens, self.rows * self.seq_len * self.world)
+        assert rest == 0 < passes, f"{self} cannot train on {self.tokens} tokens per step"
+        return passes
 
     @property
     def tokens(self) -> int:
@@ -64,7 +66,7 @@ def train(s: Session) -> float:
         verdict = s.outlier(loss, norm)  # may this update be applied? [] bool
         lr = s.scheduler(step)  # a pure function of the step
         scale = s.clip(norm)  # in (0, 1]                              []
-        s.emit(s.store.before_update())  # a checkpoint that still reads the weights goes first
+        s.finish_save()  # a checkpoint that still reads the weights goes first
         update(s.optimizer, step=step, lr=lr, scale=scale, apply=verdict.apply)
 
         s.forensics.stepped(step)
@@ -128,7 +130,7 @@ def estimate_curvature(s: Session) -> None:
         loss.backward()
     s.engine.finish_gradient_sync()
     samples = batch.inputs.numel() * s.plan.world
-    s.emit(s.store.before_update())  # the estimate belongs to the optimizer's state
+    s.finish_save()  # the estimate belongs to the optimizer's state
     s.curvature.observe(samples=samples, apply=torch.isfinite(s.engine.grad_norm()))
 
 

@@ -44,6 +44,6 @@ def test_nan_leaves_one_and_infinity_zero():
 
 def test_none_is_off_and_zero_an_error():
     assert clip_by_norm(torch.tensor(1e9), max_norm=None).item() == 1.0
-    for bad in (0.0, -1.0, math.nan):
+    for bad in (0.0, -1.0, math.nan, 1e-50):  # the last is 0 as float32
         with pytest.raises(ValueError, match=r"clip.max_norm=.* null"):
             clip_by_norm(torch.tensor(1.0), max_norm=bad)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +188,55 @@ def test_the_record_is_written_at_the_end_or_the_run_says_that_it_is_not() -> No
     late.room = True
     assert emitter.close("finished") == ["jsonl"]
     assert late.written == [0, 1, 2]
+
+
+def test_lines_that_memory_had_no_room_for_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("runner.emit._KEPT", 4)
+    late = Full()
+    emitter = Emitter({"jsonl": late})
+    emitter([Note(step, "x") for step in range(6)])
+    late.room = True
+    emitter([Note(6, "x")])
+    assert late.written == [3, 4, 5, 6]
+    assert emitter.close("finished") == ["jsonl"]
+    assert "3 lines are lost" in caplog.text
+
+
+class Forgetful(Full):
+    """A logger that logs, and fails at everything else."""
+
+    room = True
+
+    def __init__(self) -> None:
+        self.written = []
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("no state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("id")
+
+    def hint(self) -> str:
+        raise RuntimeError("no hint")
+
+
+def test_whatever_a_logger_fails_at_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    fails, works = Forgetful(), Full()
+    works.room = True
+    emitter = Emitter({"mine": fails, "yours": works})
+    emitter.load_state_dict({"mine": {}})
+    emitter([Note(5, "x")])
+    assert emitter.hints() == []
+    assert emitter.state_dict() == {}
+    emitter([Note(6, "y")])
+    assert (fails.written, works.written) == ([5], [5, 5, 6])  # the second 5 says that `mine` is off
+    assert [text.split(":")[0] for text in caplog.messages] == [
+        "logger.mine starts without what it kept",
+        "logger.mine does not tell where to look",
+        "logger.mine is off",
+    ]
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:

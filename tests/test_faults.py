@@ -170,3 +170,12 @@ def test_a_run_whose_end_is_not_on_the_disk_has_failed(tmp_path: Path) -> None:
     assert (tmp_path / "outputs/a/DONE_00000007").is_file()
     run(*command, cwd=tmp_path)
     assert (tmp_path / "outputs/a/DONE_00000010").is_file()
+
+
+def test_weights_that_are_not_finite_are_not_called_a_full_disk(tmp_path: Path) -> None:
+    few = command(tmp_path, "outlier=off", "debug.nan_loss_at=[16]", "run.name=x")
+    printed = run(*few, cwd=tmp_path, code=1)
+    assert "checkpoint 20 not written, older ones stay: refused: embed.wte holds non-finite" in printed
+    assert "once that is mended, the same command goes on from the last one that was" in printed
+    assert "make room" not in printed
+    assert done_steps(tmp_path / "x") == [7, 14]

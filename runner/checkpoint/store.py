@@ -73,7 +73,7 @@ class Store:
         self._saved_step: int | None = None
         self._copies, self._spare = HostCopies(), Spare()
         self._flight: Flight | None = None
-        self._brief = False
+        self.brief = False
         self._foreign: set[int] = set()
 
     # ------------------------------------------------------------ when
@@ -184,7 +184,7 @@ class Store:
             release=self._copies.wait_device if copied else pieces.detach,
             retain=self._retain,
         )
-        self._brief = self._async == "auto" and sum(slot.numel for slot in snapshot.layout) <= BRIEF
+        self.brief = self._async == "auto" and sum(slot.numel for slot in snapshot.layout) <= BRIEF
         self._flight.blocked_s = time.perf_counter() - start
         return events + self.join() if self._async == "off" else events
 
@@ -204,7 +204,7 @@ class Store:
 
         The checkpoint is completed as soon as every rank's writer is done, a brief one here.
         """
-        if self._flight is not None and self._brief:
+        if self._flight is not None and self.brief:
             return self.join()
         return self._land() if self._flight is not None and self._flight.poll() else []
 

@@ -1,0 +1,129 @@
+"""What an earlier start left behind, or has still under way, does not end up in the record of the next."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from runner import manifest
+from runner.api import Event, Logger, Note, TrainStep
+from runner.train import Plan
+from tests.commands import run
+from tests.rank_runs import TWO, command, done_steps, events, notes
+from tests.sessions import TINY, opened, ran
+
+AUTO = [*TINY, "train.micro_batch=auto"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+def test_a_slow_save_is_in_no_step_s_time(mode: str, tmp_path: Path) -> None:
+    slow = ("debug.slow_save_s=0.5", f"checkpoint.async={mode}", "checkpoint.every=4")
+    run(*command(tmp_path, *slow, "train.steps=9", "run.name=x"), cwd=tmp_path)
+    rows = events(tmp_path / "x", "TrainStep")
+    assert max(row["perf/step_ms"] for row in rows) < 400
+    if mode != "on":
+        assert all(row["checkpoint/blocked_ms"] > 400 for row in events(tmp_path / "x", "Saved"))
+
+
+def test_a_start_without_a_checkpoint_does_not_bind_the_size_of_a_pass(tmp_path: Path) -> None:
+    opened(*AUTO, "train.tokens_per_step=1024", dir=tmp_path)  # dies before it trains
+    begun = opened(*AUTO, "train.tokens_per_step=1536", dir=tmp_path)
+    assert (begun.plan.micro_batch, begun.plan.accumulate) == (96, 1)
+
+
+@pytest.mark.parametrize("afresh", ["run.overwrite=true", "checkpoint.resume=never"])
+def test_a_fresh_start_does_not_bind_the_size_of_a_pass(afresh: str, tmp_path: Path) -> None:
+    ran(*AUTO, "train.tokens_per_step=1024", "train.steps=1", dir=tmp_path)
+    if "never" in afresh:
+        (tmp_path / "DONE_00000001").unlink()
+    begun = opened(*AUTO, "train.tokens_per_step=1536", afresh, dir=tmp_path)
+    assert begun.plan.accumulate * begun.plan.rows * 16 == 1536
+
+
+def test_a_pass_that_no_longer_fits_the_step_is_refused(tmp_path: Path) -> None:
+    ran(*AUTO, "train.tokens_per_step=1024", "train.steps=1", dir=tmp_path)
+    with pytest.raises(ValueError, match=r"begun with 64 sequences in a pass.*the 96 that each of 1"):
+        opened(*AUTO, "train.tokens_per_step=1536", dir=tmp_path)
+
+
+def test_no_plan_trains_on_fewer_tokens_than_it_says() -> None:
+    assert Plan(steps=1, micro_batch=4, seq_len=8, tokens_per_step=64).accumulate == 2
+    with pytest.raises(AssertionError, match="cannot train on 96 tokens"):
+        _ = Plan(steps=1, micro_batch=8, seq_len=8, tokens_per_step=96).accumulate
+
+
+def test_refused_steps_are_kept_of_this_history_alone(tmp_path: Path) -> None:
+    same = command(tmp_path, "train.steps=9", "checkpoint.every=5", "run.name=x")
+    run(*same, "debug.nan_loss_at=[2,6]", "debug.kill_at=8", cwd=tmp_path, code=-9)
+    assert kept(tmp_path) == [2, 6]
+    run(*same, cwd=tmp_path)  # goes on from step 5, and step 6 is fine this time
+    assert kept(tmp_path) == [2]
+    run(*same, "run.overwrite=true", cwd=tmp_path)
+    assert kept(tmp_path) == []
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(json.loads(path.read_text())["step"] for path in (folder / "x" / "skips").iterdir())
+
+
+def test_a_start_with_nothing_to_do_changes_no_record(tmp_path: Path) -> None:
+    ran(*TINY, "train.steps=3", dir=tmp_path)
+    before = manifest.read(tmp_path)
+    opened(*TINY, "train.steps=2", "clip.max_norm=9", dir=tmp_path)
+    assert manifest.read(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("nothing", "there is no run nothing"),
+        ("x@2", "has no checkpoint of step 2"),
+        ("x@3", "that is this run itself"),
+        ("y", "step 3 is not before train.steps=3"),
+    ],
+)
+def test_a_mistake_in_where_to_start_from_costs_no_checkpoint(
+    source: str, reason: str, tmp_path: Path
+) -> None:
+    there = [*TINY, f"run.root={tmp_path}"]
+    for name in ("x", "y"):
+        ran(*there, "train.steps=3", dir=tmp_path / name)
+    steps = 3 if source == "y" else 5
+    with pytest.raises(ValueError, match=reason):
+        opened(*there, f"run.from={source}", "run.overwrite=true", f"train.steps={steps}", dir=tmp_path / "x")
+    assert done_steps(tmp_path / "x") == [3]
+
+
+@pytest.mark.dist
+def test_tokens_are_those_that_were_read_whatever_the_ranks(tmp_path: Path) -> None:
+    same = command(tmp_path, "run.name=x", "run.ranks_every=0")
+    run(*same, "train.steps=4", cwd=tmp_path)
+    run(*same, *TWO, "checkpoint.allow_reshard=true", "train.steps=6", cwd=tmp_path)
+    read = [row["train/tokens"] for row in events(tmp_path / "x", "TrainStep")]
+    assert read == [32, 64, 96, 128, 192, 256]
+    told = "a step has 64 tokens on 2 ranks, it had 32 on 1; train.tokens_per_step=32 would have kept it"
+    assert told in notes(tmp_path / "x")
+
+
+def row(step: int, norm: float) -> TrainStep:
+    return TrainStep(step, 3.0, 1e-3, norm, math.nan, math.nan, True, "", 1.0, 32, 1.0, 1.0, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("guard", "told"),
+    [("max_norm_z=6", [3]), ("max_norm_z=0", []), ("robust=true", [])],
+)
+def test_residue_of_a_huge_value_in_llmc_s_sums_is_told(guard: str, told: list[int], tmp_path: Path) -> None:
+    session = opened(*TINY, "outlier.max_norm_z=6", f"outlier.{guard}", dir=tmp_path)
+    seen: list[Event] = []
+    session.emitter.loggers["mine"] = cast(Logger, SimpleNamespace(log=seen.append))
+    norms = [1.0, math.nan, 1e5, 1e12, 1.0, math.inf]
+    session.emit([row(step, norm) for step, norm in enumerate(norms)])
+    notes_of = [event for event in seen if isinstance(event, Note)]
+    assert [note.step for note in notes_of] == told
+    assert all("rounding residue" in note.text for note in notes_of)
