@@ -20,7 +20,8 @@ FILE_NAME = "manifest.json"
 
 _FIXED = ("model", "optimizer", "data", "precision", "run.seed")
 _FIXED_KEYS = ("train.micro_batch", "train.seq_len", "train.tokens_per_step")
-_FREE = ("optimizer.lr", "data.prefetch", "data.cache")
+_FREE = ("optimizer.lr", "data.prefetch", "data.cache", "data.train", "data.val", "data.path")
+# Where data lies is free: that it is the same data is what its fingerprint tells.
 
 
 class Changes(NamedTuple):

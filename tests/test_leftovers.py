@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
 from runner import manifest
 from runner.api import Event, Logger, Note, TrainStep
+from runner.data.shard import write_shard
 from runner.train import Plan
 from tests.commands import run
 from tests.rank_runs import TWO, command, done_steps, events, notes
@@ -127,3 +129,24 @@ def test_residue_of_a_huge_value_in_llmc_s_sums_is_told(guard: str, told: list[i
     notes_of = [event for event in seen if isinstance(event, Note)]
     assert [note.step for note in notes_of] == told
     assert all("rounding residue" in note.text for note in notes_of)
+
+
+def test_data_may_move_but_not_change(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 250, 4000).astype(np.uint16)
+
+    def data(folder: str) -> list[str]:
+        found = {split: tmp_path / folder / f"{split}.bin" for split in ("train", "val")}
+        return [*TINY, "data=shards", "data.vocab_size=257", *(f"data.{n}={p}" for n, p in found.items())]
+
+    for name in ("train", "val"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        write_shard(tmp_path / "old" / f"{name}.bin", tokens)
+    ran(*data("old"), "train.steps=4", dir=tmp_path / "straight")
+    ran(*data("old"), "train.steps=2", dir=tmp_path / "x")
+    (tmp_path / "old").rename(tmp_path / "new")
+    ran(*data("new"), "train.steps=4", dir=tmp_path / "x")
+    weights = [folder / "model_00000004.bin" for folder in (tmp_path / "straight", tmp_path / "x")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    write_shard(tmp_path / "new" / "train.bin", tokens[::-1].copy())
+    with pytest.raises(ValueError, match="data: not what the run was trained with"):
+        opened(*data("new"), "train.steps=6", dir=tmp_path / "x")

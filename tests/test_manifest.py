@@ -61,6 +61,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
         ("meter.peak_tflops", 10, "meter.peak_tflops: null -> 10"),
         ("run.name", "b", "run.name: a -> b"),
         ("data.prefetch", 0, "data.prefetch: 2 -> 0"),
+        ("data.train", "b*.bin", "data.train: a*.bin -> b*.bin"),
     ],
 )
 def test_allowed_changes_are_noted(key: str, value: Any, line: str) -> None:
@@ -76,7 +77,7 @@ def test_allowed_changes_are_noted(key: str, value: Any, line: str) -> None:
         ("model.new", 1),
         ("optimizer._target_", "plugins.optimizer.lion.Lion"),
         ("optimizer.betas", [0.9, 0.999]),
-        ("data.train", "b*.bin"),
+        ("data.order", "windows"),
         ("precision", "bf16"),
         ("precision", {"_target_": "x"}),
         ("run.seed", 43),
