@@ -45,7 +45,8 @@ class StartUp:
     """While a run starts, let a signal end what is under way as Ctrl-C does, so that it is undone.
 
     Whoever takes the signals over, and gives them back by `give_back`, ends the start: what has been
-    trained by then is saved, so that a signal simply ends the process.
+    trained by then is saved, and the process is about to leave. Its last words, an error perhaps, which
+    made a launcher send the signal, come first; only a second signal cuts them short.
     """
 
     def __init__(self) -> None:
@@ -64,11 +65,11 @@ class StartUp:
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Raise Interrupted, or leave at once if that takes too long."""
         now = time.monotonic()
-        if self.over or (self._since is not None and now - self._since > _ECHO_S):
+        if self._since is not None and now - self._since > _ECHO_S:
             os._exit(128 + number)
         if self._since is None:
             self._since, self.noted = now, number
-            if not self.busy:
+            if not self.busy and not self.over:
                 raise Interrupted(number)
 
 
@@ -87,7 +88,7 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         start_up.busy = False
-    if start_up.noted is not None:
+    if start_up.noted is not None and not start_up.over:
         raise Interrupted(start_up.noted)
 
 

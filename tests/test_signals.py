@@ -178,7 +178,7 @@ def test_an_exception_that_a_signal_causes_elsewhere_is_the_signal_s() -> None:
     assert found.code == 143
 
 
-def test_a_signal_waits_for_what_cannot_be_left_halfway_and_ends_a_start_that_is_over() -> None:
+def test_a_signal_waits_for_what_cannot_be_left_halfway() -> None:
     reached = []
     with pytest.raises(Interrupted), StartUp():  # noqa: PT012
         with undisturbed():
@@ -186,11 +186,23 @@ def test_a_signal_waits_for_what_cannot_be_left_halfway_and_ends_a_start_that_is
             reached.append("the end")
         reached.append("too far")
     assert reached == ["the end"]
+
+
+def test_after_a_run_the_first_signal_lets_the_last_words_be_said_and_the_second_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
     with StartUp() as start_up:
         stop = Stop()
         stop.install()
         stop.restore()
-        assert start_up.over
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun sends it, once another rank has failed
+        with undisturbed():
+            start_up._since = time.monotonic() - 2
+        assert left == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert left == [143]
 
 
 def test_a_signal_while_cells_start_is_not_their_failure(tmp_path: Path) -> None:
