@@ -97,7 +97,7 @@ def check_node(node: Mapping[str, Any], path: str, trust: tuple[str, ...] = TRUS
         yield f"{path}: needs a _target_ (the class or function to call)"
         return
     if not _allowed(target, trust):
-        root = target.split(".")[0]
+        root = target.split(".")[0] or "PACKAGE"
         yield (
             f"{path}._target_: '{target}' is outside the trusted packages ({', '.join(trust)}); "
             f"add run.trust=[{root}] if you trust it"
@@ -134,7 +134,7 @@ def _check_arguments(
 def _check_value(value: Any, path: str, annotation: Any, trust: tuple[str, ...]) -> Iterator[str]:
     if value == "???":
         yield f"{path}: is required, give it on the command line ({path}=...)"
-    elif isinstance(value, Mapping) and "_target_" in value:
+    elif isinstance(value, Mapping) and "_target_" in value and not fits.is_plain(annotation):
         yield from check_node(value, path, trust)
     else:
         wrong = fits.problem(value, annotation)

@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le
 from runner import native_build
 from runner.cli import ConfigError
 from runner.fault import fault_line, stack
+from runner.fits import show
 from runner.ranks import Leader, Place, first_to, hear, meet
 from runner.stop import Interrupted, undisturbed
 
@@ -146,6 +147,8 @@ def claim(run: Config) -> Iterator[Path]:
 
 def _folder(run: Config) -> tuple[Path, list[Path]]:
     """Return the run folder, and those that had to be made for it: none if it was there."""
+    if not run["root"]:
+        raise ConfigError(["run.root: '' is not a folder; write . for the one you are in"])
     root, name = Path(run["root"]).resolve(), run["name"]
     if name is not None:
         _check_name(str(name))
@@ -172,7 +175,9 @@ def _missing(folder: Path) -> list[Path]:
 
 def _check_name(name: str) -> None:
     parts = name.split("/")
-    if not name.isprintable() or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts):
+    if any(len(part.encode()) > 255 for part in parts):
+        raise ConfigError([f"run.name: {show(name)} has over 255 bytes; a folder's name has at most 255"])
+    if not name.isprintable() or any(part in ("", ".", "..") for part in parts):
         raise ConfigError([f"run.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
 
 

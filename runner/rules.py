@@ -20,6 +20,7 @@ def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
         ("scheduler", "train", "parallel"): _schedule,
         ("data", "train", "model", "parallel"): _data,
         ("run", "train", "model", "precision", "parallel", "debug"): _graphs,
+        ("parallel", "debug"): _drill,
     }
     return [line for groups, rule in rules.items() if not set(groups) & set(wrong) for line in rule(config)]
 
@@ -109,6 +110,12 @@ def _data(config: Config) -> Iterator[str]:
         world=processes(config),
         vocab_size=config["model"].get("vocab_size"),
     )
+
+
+def _drill(config: Config) -> Iterator[str]:
+    rank, world = config["debug"].get("rank", 0), processes(config)
+    if rank >= world:
+        yield f"debug.rank: there is no rank {rank}, ranks count from 0 and the run has {world}"
 
 
 def _graphs(config: Config) -> Iterator[str]:

@@ -28,7 +28,10 @@ def unread(arguments: Sequence[str]) -> list[str]:
 def _settings(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
-        if key in _HYDRAS:
+        group = key.removeprefix("~")
+        if key.startswith("~") and group in GROUPS and group not in MULTIPLE:
+            yield f"{argument}: a run needs its {group}; choose another one, {group}=NAME"
+        elif key in _HYDRAS:
             yield f"{key}: not used here, {_HYDRAS[key]}"
         elif key in GROUPS and key not in MULTIPLE and re.fullmatch(r"\[.*,.*\]", value):
             # Hydra would merge them into one that is neither.

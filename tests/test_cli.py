@@ -59,6 +59,26 @@ MISTAKES = {
     "optimizer=[adamw,lion]": "optimizer: takes one option, got [adamw,lion]; sweep over them with -m",
     "hydra.run.dir=x": "hydra.run.dir: not used here, a run's folder is run.root/run.name",
     "train.micro_batch=auto": "train.micro_batch: auto needs train.tokens_per_step",
+    "": "'': a setting has a name, as in train.steps=1000 (is a shell variable empty?)",
+    "=5": "'=5': a setting has a name, as in train.steps=1000",
+    "train": "train: not a setting; settings are written key=value (train.steps=1000), see --help",
+    "train.steps=${train.seq_len": "train.steps: in '${train.seq_len' the ${ is not closed",
+    "train.steps=${model}": "train.steps: expected a whole number, got {'_target_'",
+    "+train.steps=10": "train.steps: is there already; write train.steps=... without the +",
+    "+optimizer=lion": "optimizer: one is chosen already; write optimizer=... without the +",
+    "++optimizer=lion": "optimizer: write optimizer=... without the ++",
+    "~optimizer": "~optimizer: a run needs its optimizer; choose another one, optimizer=NAME",
+    "~foo": "~foo: nothing of this name is there",
+    "experiment=null": "experiment: null is what it is anyway; leave experiment=null out; choose one of",
+    "optimizer.betas={a:1}": "optimizer.betas: expected a list, got a mapping",
+    "logger.tensorboard.every=2": "logger.tensorboard: no such option among the chosen ones; choose it with",
+    "run.root=": "run.root: '' is not a folder; write . for the one you are in",
+    f"run.name={'a' * 256}": f"run.name: '{'a' * 56}... has over 255 bytes",
+    "run.device=cpu:3": "run.device: no device is called 'cpu:3'; use auto, cpu, cuda or cuda:N",
+    "run.device=meta": "run.device: no device is called 'meta'; use auto, cpu, cuda or cuda:N",
+    "debug.rank=1": "debug.rank: there is no rank 1, ranks count from 0 and the run has 1",
+    "outlier.window=99999999999999": "outlier.window: must be <= 1000000",
+    "checkpoint.resume=must": "checkpoint.resume=must: ",
 }
 
 
@@ -72,6 +92,33 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"runner: error: {MISTAKES[argument]}"), lines[0]
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["optimizer=torch"], ["optimizer._target_: is required, give it", "optimizer.lr: is required"]),
+        (["optimizer=sgd", "optimizer.momentum=-1"], ["optimizer: Invalid momentum value: -1.0"]),
+        (["optimizer=adafactor", "optimizer.d=0"], ["optimizer: Clipping threshold d should be >= 1"]),
+        (["evaluate=none", "evaluate.val.every=3"], ["evaluate.val: no such option among the chosen ones;"]),
+        (["run.from=."], ["run.from=.: "]),
+    ],
+)
+def test_mistakes_of_several_words(
+    arguments: list[str],
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner", *arguments])
+    assert run_command(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(expected), lines
+    for line, text in zip(lines, expected, strict=True):
+        assert line.startswith(f"runner: error: {text}")
     assert list(tmp_path.rglob("*")) == []
 
 

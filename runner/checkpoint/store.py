@@ -144,7 +144,8 @@ class Store:
             )
         if self.resume == "must":
             raise ValueError(
-                f"checkpoint.resume=must: {self.dir} holds no DONE file; check run.name, or pass resume=auto"
+                f"checkpoint.resume=must: {self.dir} holds no DONE file; check run.name, "
+                "or set checkpoint.resume=auto"
             )
         return Restored(None, self._clean(0))
 

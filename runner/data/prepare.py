@@ -113,7 +113,10 @@ def main(arguments: Sequence[str]) -> int:
             return 1 if problems else 0
         manifest = prepare(options, progress=Report(sys.stderr))
     except (ValueError, OSError) as error:
-        print(fault_line(error) if isinstance(error, OSError) else error, file=sys.stderr)
+        text = fault_line(error) if isinstance(error, OSError) else str(error)
+        print(
+            *(f"runner.data.prepare: error: {line}" for line in text.split("\n")), sep="\n", file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
         print("stopped: the same command continues after the last complete shard", file=sys.stderr)
