@@ -165,6 +165,8 @@ def _near(error: Any, key: str) -> str:
     prefix, _, last = key.rpartition(".")
     if prefix in MULTIPLE and last in option_names(prefix):
         return f" among the chosen ones; choose it with them: {prefix}=[...,{last}]"
+    if prefix in ("sweep.search", "sweep.branches"):
+        return f"; it needs sweep={'search' if prefix == 'sweep.search' else 'wsd_branches'}"
     if others := elsewhere(prefix, last):
         return others
     try:

@@ -139,8 +139,8 @@ def convert(value: Any, annotation: Any) -> Any:
         return tuple(value)
     if origin is list and typing.get_args(annotation) == (str,):
         return [str(item) for item in value]
-    if annotation is float and isinstance(value, int):
-        return float(value)
+    if annotation is float:
+        return float(value) + 0.0  # -0.0, which would be logged as such, becomes 0.0
     if annotation is str:
         return str(value)
     return Path(value) if annotation is Path else value

@@ -147,8 +147,6 @@ def claim(run: Config) -> Iterator[Path]:
 
 def _folder(run: Config) -> tuple[Path, list[Path]]:
     """Return the run folder, and those that had to be made for it: none if it was there."""
-    if not run["root"]:
-        raise ConfigError(["run.root: '' is not a folder; write . for the one you are in"])
     root, name = Path(run["root"]).resolve(), run["name"]
     if name is not None:
         _check_name(str(name))

@@ -44,7 +44,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
             resumed=start.resumed,
             steps=s.plan.steps,
             group=run["group"],
-            tags=tuple(run["tags"]),
+            tags=tuple(map(str, run["tags"])),
         )
     )
     at = s.progress.step
@@ -68,8 +68,11 @@ def _settle_start(config: Config, s: Session) -> _Start:
             branch = _branch(config, s)
             found = branch.snapshot
             notes = [*branch.notes, *_changes(manifest.read(branch.source), now)]
-    if found is not None:
-        notes += s.restore(found)
+    missing = s.restore(found) if found is not None else []
+    if before is not None and s.progress.step >= s.plan.steps:
+        # Nothing will be trained: what was changed is no setting of this run.
+        return _Start(before, True, restored.events)
+    notes += missing
     now["sessions"][-1]["start_step"] = s.progress.step
     if s.engine.rank == 0:
         manifest.write(s.dir, manifest.resumed(before, now) if before else now)

@@ -14,6 +14,7 @@ Config = dict[str, Any]
 def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
     """Return the problems that no single value shows; rules over a group in `wrong` are left out."""
     rules: dict[tuple[str, ...], Callable[[Config], Iterable[str]]] = {
+        ("run",): _root,
         ("parallel",): _ranks,
         ("train", "parallel"): _batch,
         ("model",): _model,
@@ -29,6 +30,11 @@ def processes(config: Config) -> int:
     """Return how many ranks the run has: those that torchrun or srun started, or `parallel.processes`."""
     place = placed()
     return place.world if place is not None else int(config["parallel"].get("processes") or 1)
+
+
+def _root(config: Config) -> Iterator[str]:
+    if not config["run"]["root"]:  # an unset shell variable would put runs where the person happens to be
+        yield "run.root: '' is not a folder; write . for the one you are in"
 
 
 def _ranks(config: Config) -> Iterator[str]:

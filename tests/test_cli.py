@@ -72,6 +72,7 @@ MISTAKES = {
     "experiment=null": "experiment: null is what it is anyway; leave experiment=null out; choose one of",
     "optimizer.betas={a:1}": "optimizer.betas: expected a list, got a mapping",
     "logger.tensorboard.every=2": "logger.tensorboard: no such option among the chosen ones; choose it with",
+    "sweep.search.trials=5": "sweep.search.trials: no such option; it needs sweep=search",
     "run.root=": "run.root: '' is not a folder; write . for the one you are in",
     f"run.name={'a' * 256}": f"run.name: '{'a' * 56}... has over 255 bytes",
     "run.device=cpu:3": "run.device: no device is called 'cpu:3'; use auto, cpu, cuda or cuda:N",

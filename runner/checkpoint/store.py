@@ -139,7 +139,7 @@ class Store:
         if steps:
             reasons = "; ".join(event.text for event in events if isinstance(event, Note))
             raise ValueError(
-                f"run.dir: no checkpoint in {self.dir} is intact ({reasons}); mend the files, "
+                f"run.name: no checkpoint in {self.dir} is intact ({reasons}); mend the files, "
                 "or start again with run.overwrite=true"
             )
         if self.resume == "must":
