@@ -68,7 +68,7 @@ def test_the_ends_of_every_range_are_checked_first(tmp_path: Path) -> None:
     assert printed.count("\n") == 1
     for mistake, line in {
         "optimizer.lr=interval(0.5,0.1)": "optimizer.lr: interval(0.5,0.1): the lower end",
-        "optimizer.lr=tag(log,interval(0.0,0.1))": "optimizer.lr: tag(log,interval(0.0,0.1)): by",
+        "optimizer.lr=tag(log,interval(0,0.1))": "optimizer.lr: tag(log,interval(0,0.1)): by magnitude",
     }.items():
         printed = run(*SMALL, "sweep=search", mistake, cwd=tmp_path, code=2)
         assert printed.startswith(f"runner: error: {line}")

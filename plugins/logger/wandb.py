@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import secrets
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -248,7 +249,11 @@ def _hint(wandb_run: Any) -> str:
     if not wandb_run.offline:
         return f"wandb: {wandb_run.url}"
     folder = Path(wandb_run.dir).parent  # of its `files`
-    return f"wandb: look with `wandb leet {folder}`, upload with `wandb sync {folder}`"
+    parts = f"offline-run-*-{wandb_run.id}"
+    here, upload = shlex.quote(str(folder)), f"wandb sync {shlex.quote(str(folder))}"
+    if len(list(folder.parent.glob(parts))) > 1:  # one for each time that the run was continued
+        upload = f"wandb sync --id {wandb_run.id} {shlex.quote(str(folder.parent))}/{parts}"
+    return f"wandb: look with `wandb leet {here}`, upload with `{upload}`"
 
 
 def _first_line(error: BaseException) -> str:
