@@ -38,7 +38,7 @@ Config = dict[str, Any]
 
 def check(config: Config) -> list[str]:
     """Return every problem of a resolved configuration, one line each, config path first."""
-    problems = [f"{key}: {_unknown(key, GROUPS)}" for key in config if key not in GROUPS and key != "sweep"]
+    problems = [f"{key}: {_no_group(key)}" for key in config if key not in GROUPS and key != "sweep"]
     trust = _trusted(config)
     for group in GROUPS:
         node = config.get(group)
@@ -51,6 +51,12 @@ def check(config: Config) -> list[str]:
         else:
             problems += check_node(node, group, trust)
     return problems
+
+
+def _no_group(key: str) -> str:
+    if key == "experiment":  # a file without the directive puts its settings below its group's name
+        return "its settings have no place here; begin its file with the line `# @package _global_`"
+    return _unknown(key, GROUPS)
 
 
 def _check_many(node: Any, group: str, trust: tuple[str, ...]) -> Iterator[str]:

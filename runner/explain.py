@@ -148,15 +148,16 @@ def _omegaconf(error: Any) -> str:
     if type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
         near = _near(error, key)
         return f"{key}: no such option{near}"
-    if match := _KINDS.search(text):
-        names = {"DictConfig": "a mapping", "ListConfig": "a list"}
-        return f"{key}: expected {names[match[2]]}, got {names[match[1]]}"
+    if "Cannot merge DictConfig with ListConfig" in text:  # which is which it does not say
+        what = "a list and a mapping cannot stand for each other"
+        return (
+            f"{key}: {what}"
+            if key
+            else f"{what}; in a file, loggers are chosen by `override /logger: [llmc]`"
+        )
     if "nterpolation" in type(error).__name__:
         return f"{key or 'a value'}: {text} (check the ${{...}} in its value)"
     return f"{key}: {text}" if key and key not in text else text
-
-
-_KINDS = re.compile(r"Cannot merge (DictConfig|ListConfig) with (DictConfig|ListConfig)")
 
 
 def _near(error: Any, key: str) -> str:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.fault import fault_line
 from runner.history import History, Summary, by_loss, differing, is_run, read_history, summarize
 from runner.home import settle_home
 from runner.plot import plot_run, plot_runs
@@ -100,8 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(given.out) if given.out else Path(os.path.commonpath(runs))
         folder.mkdir(parents=True, exist_ok=True)
         page = write_report(histories, folder)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"runner.report: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"runner.report: error: {fault_line(error)}; --out names another folder", file=sys.stderr)
         return 2
     print(text_table(table(by_loss(histories))))
     print(f"wrote {page} and {page.with_suffix('.png')}")

@@ -70,7 +70,7 @@ MISTAKES = {
     "~optimizer": "~optimizer: a run needs its optimizer; choose another one, optimizer=NAME",
     "~foo": "~foo: nothing of this name is there",
     "experiment=null": "experiment: null is what it is anyway; leave experiment=null out; choose one of",
-    "optimizer.betas={a:1}": "optimizer.betas: expected a list, got a mapping",
+    "optimizer.betas={a:1}": "optimizer.betas: a list and a mapping cannot stand for each other",
     "logger.tensorboard.every=2": "logger.tensorboard: no such option among the chosen ones; choose it with",
     "sweep.search.trials=5": "sweep.search.trials: no such option; it needs sweep=search",
     "run.root=": "run.root: '' is not a folder; write . for the one you are in",
@@ -121,6 +121,14 @@ def test_mistakes_of_several_words(
     for line, text in zip(lines, expected, strict=True):
         assert line.startswith(f"runner: error: {text}")
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_wrong_environment_variable_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner", "train.steps=1"]
+    env = {**environment(), "RUNNER_KERNELS": "maybe"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "runner: error: RUNNER_KERNELS: must be one of on, off, got 'maybe'\n"
 
 
 def test_several_mistakes_come_at_once(
@@ -176,6 +184,24 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
     line = data_mistake(tmp_path, str(short))
     assert "short.bin" in line
     assert "100" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train: {steps: 5}\n", "experiment: its settings have no place here; begin its file with the line"),
+        (
+            "# @package _global_\nlogger: [llmc]\n",
+            "a list and a mapping cannot stand for each other; in a file,",
+        ),
+    ],
+)
+def test_mistakes_of_an_experiments_file(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    printed = run("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path, code=2)
+    assert printed.startswith(f"runner: error: {line}")
+    assert len(printed.splitlines()) == 1
 
 
 def test_a_yaml_mistake_names_file_and_line(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, split in manifest["splits"].items():
         sizes = [shard["tokens"] for shard in split["shards"]]
         least = f" of at least {min(sizes)} tokens" if sizes else f" ({_EMPTY})"
-        told = f"{split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{least}"
+        many = "1 shard" if len(sizes) == 1 else f"{len(sizes)} shards"
+        told = f"{split['tokens']} tokens of {split['documents']} documents in {many}{least}"
         print(f"{name}: {told}")
     print(f"{options.output}: complete")
     return 0
