@@ -22,6 +22,8 @@ from benchmarks import (
     step,
 )
 from benchmarks.results import QUIET, RESULTS, Row, load_average, save, stored, table
+from benchmarks.workloads import WORKLOADS
+from runner.usage import Parser, count
 
 STEP_TURNS = {"S": 40, "M256": 4, "M50k": 2, "L": 2, "L1024": 1, "llama-S": 30, "llama-M256": 3}
 PEER_TURNS = {"S": 30, "M256": 4, "M50k": 2, "L": 2, "L1024": 1}
@@ -30,12 +32,12 @@ RANK_STEPS = {"S": 200, "M256": 20}
 
 def main(*names: str) -> None:
     """Measure what was asked for (`names` unless the command line says), save it, and print it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(names))
-    parser.add_argument("--threads", type=int, default=2, help="1 = compare CPU time, good under load")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=count, default=2, help="1 = compare CPU time, good under load")
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--show", action="store_true", help="print what `results/` holds, measure nothing")
-    parser.add_argument("--workloads", nargs="*", help="of step and peers; default: all")
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, help="of step and peers; default: all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     asked = parser.parse_args()
     if asked.show:

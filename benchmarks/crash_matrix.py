@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from runner.usage import Parser, count  # noqa: E402
 from tests.commands import start  # noqa: E402
 from tests.rank_runs import children, command, done_steps, lines  # noqa: E402
 
@@ -50,9 +51,13 @@ class Tally:
 
 def main() -> None:
     """Run the matrix and print its table; exit code 1 if anything was lost, wrong or lying."""
-    per_cell = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    chance = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 1)
-    only = sys.argv[3] if len(sys.argv) > 3 else None  # "zero1 2 on" for one cell
+    parser = Parser(prog="python benchmarks/crash_matrix.py", description=__doc__)
+    cells = [f"{name} {mode}" for name in CELLS for mode in ("on", "off")]
+    parser.add_argument("kills", nargs="?", type=count, default=20, help="per cell")
+    parser.add_argument("seed", nargs="?", type=int, default=1)
+    parser.add_argument("cell", nargs="?", choices=cells, help="one of them")
+    asked = parser.parse_args()
+    per_cell, chance, only = asked.kills, random.Random(asked.seed), asked.cell
     rows = {}
     with tempfile.TemporaryDirectory(prefix="crash_matrix_") as folder:
         for name, parallel in CELLS.items():

@@ -33,6 +33,7 @@ if not __package__:  # run by its path
 from benchmarks import gpu_sections
 from benchmarks.results import RESULTS, Row, load_average, save, table
 from benchmarks.workloads import FOLDER
+from runner.usage import Parser, count
 
 BUDGET_S = 450.0
 ROOT = Path(__file__).parent.parent
@@ -85,10 +86,12 @@ class Found(NamedTuple):
 
 def main() -> None:
     """Run every section that the time allows; print and keep one table; exit with 1 if a goal was missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog="python -m benchmarks.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all sections together")
+    parser.add_argument("--budget", type=count, default=BUDGET_S, help="seconds for all sections together")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="sections to run; default: all")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,12 +179,9 @@ def choose_device(name: str, *, local_rank: int) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(
-            f"run.device: no device is called {name!r}; use auto, cpu, cuda or cuda:N"
-        ) from error
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name, re.ASCII):
+        raise ValueError(f"run.device: no device is called {name!r}; use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(

@@ -36,8 +36,9 @@ def branch_off(
     there = files.done_steps(source)
     wanted = [step] if step is not None else there[::-1]
     if not there or (step is not None and step not in there):
-        known = f"it has those of steps {', '.join(map(str, there))}" if there else "it has none"
-        raise ValueError(f"run.from={where}: {source} has no checkpoint of step {step or 'any'}; {known}")
+        lacks = "no complete checkpoint" if step is None or not there else f"no checkpoint of step {step}"
+        known = f"it has those of steps {', '.join(map(str, there))}" if there else "name another run"
+        raise ValueError(f"run.from={where}: {source} has {lacks}; {known}")
     problems: list[str] = []
     for at in wanted:
         if at >= steps:

@@ -224,12 +224,15 @@ def resolve(cfg: Any) -> dict[str, Any]:
 def _unresolved(node: Any, path: str = "") -> Iterator[str]:
     """Yield a line for each value whose interpolation or resolver fails."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     for key in node:
         where = f"{path}.{key}" if path else str(key)
         try:
             value = node[key]
+        except MissingMandatoryValue:
+            yield f"{where}: is required, give it on the command line ({where}=...)"
+            continue
         except OmegaConfBaseException as error:
             yield f"{where}: {str(error).splitlines()[0]} (check the ${{...}} in its value)"
             continue

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.arguments import to_type
+from runner.history import is_run
 from runner.launch import Outcome
 from runner.session import Session
 
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def report(s: Session, config: dict[str, Any], outcome: Outcome) -> None:
     """Draw the run's curves and write the closing screen to standard output."""
-    plot = _plot(s.dir) if config["run"]["plot"] else None
+    plot = _plot(s.dir) if config["run"]["plot"] and is_run(s.dir) else None  # without a record: no curves
     sys.stdout.write("\n".join(closing_lines(s, outcome, run=config["run"], plot=plot)) + "\n")
 
 

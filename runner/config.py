@@ -38,7 +38,7 @@ Config = dict[str, Any]
 
 def check(config: Config) -> list[str]:
     """Return every problem of a resolved configuration, one line each, config path first."""
-    problems = [f"{key}: {_unknown(key, GROUPS)}" for key in config if key not in GROUPS and key != "sweep"]
+    problems = [f"{key}: {_no_group(key)}" for key in config if key not in GROUPS and key != "sweep"]
     trust = _trusted(config)
     for group in GROUPS:
         node = config.get(group)
@@ -51,6 +51,12 @@ def check(config: Config) -> list[str]:
         else:
             problems += check_node(node, group, trust)
     return problems
+
+
+def _no_group(key: str) -> str:
+    if key == "experiment":  # a file without the directive puts its settings below its group's name
+        return "its settings have no place here; begin its file with the line `# @package _global_`"
+    return _unknown(key, GROUPS)
 
 
 def _check_many(node: Any, group: str, trust: tuple[str, ...]) -> Iterator[str]:
@@ -97,7 +103,7 @@ def check_node(node: Mapping[str, Any], path: str, trust: tuple[str, ...] = TRUS
         yield f"{path}: needs a _target_ (the class or function to call)"
         return
     if not _allowed(target, trust):
-        root = target.split(".")[0]
+        root = target.split(".")[0] or "PACKAGE"
         yield (
             f"{path}._target_: '{target}' is outside the trusted packages ({', '.join(trust)}); "
             f"add run.trust=[{root}] if you trust it"
@@ -134,7 +140,7 @@ def _check_arguments(
 def _check_value(value: Any, path: str, annotation: Any, trust: tuple[str, ...]) -> Iterator[str]:
     if value == "???":
         yield f"{path}: is required, give it on the command line ({path}=...)"
-    elif isinstance(value, Mapping) and "_target_" in value:
+    elif isinstance(value, Mapping) and "_target_" in value and not fits.is_plain(annotation):
         yield from check_node(value, path, trust)
     else:
         wrong = fits.problem(value, annotation)

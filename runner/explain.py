@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.arguments import to_type
-from runner.config import GROUPS, elsewhere, option_list, option_names
+from runner.config import GROUPS, MULTIPLE, elsewhere, option_list, option_names
 
 _COMPOSER = "hydra._internal.config_loader_impl"
+RECIPES = ("experiment", "sweep")
+"""Groups that are null unless one is chosen."""
 
 
 def explain(error: BaseException, arguments: Sequence[str] = ()) -> list[str] | None:
@@ -65,6 +67,10 @@ def wrong_flag(arguments: Sequence[str]) -> str | None:
 def _not_an_option(arguments: Sequence[str]) -> str:
     for argument in arguments:
         group, _, value = argument.lstrip("+~").partition("=")
+        if not group:
+            return f"{argument!r}: a setting has a name, as in train.steps=1000"
+        if group in RECIPES and value in ("null", "None"):
+            return f"{group}: null is what it is anyway; leave {argument} out{option_list(group)}"
         if group in GROUPS and (value in ("null", "None") or not re.match(r"[A-Za-z_\[]", value)):
             return f"{group}: expected the name of an option, got {value or 'nothing'}{option_list(group)}"
     return "a config group was given something that is not the name of an option; see --help for the groups"
@@ -120,8 +126,14 @@ _UNQUOTED = re.compile(r"[\w./\\+$%*@?|-]*", re.ASCII)
 
 
 def _override(override: str, text: str) -> str:
-    key, _, value = override.partition("=")
+    key, equals, value = override.partition("=")
     reason = _one_line(text)
+    if not key.strip("+~"):
+        return f"{override!r}: a setting has a name, as in train.steps=1000 (is a shell variable empty?)"
+    if not equals:
+        return f"{override}: not a setting; settings are written key=value (train.steps=1000), see --help"
+    if value.count("${") > value.count("}"):
+        return f"{key}: in {value!r} the ${{ is not closed; write a }} at its end"
     if not _UNQUOTED.fullmatch(value):
         plain = value.strip(" '\"")
         return (
@@ -136,6 +148,13 @@ def _omegaconf(error: Any) -> str:
     if type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
         near = _near(error, key)
         return f"{key}: no such option{near}"
+    if "Cannot merge DictConfig with ListConfig" in text:  # which is which it does not say
+        what = "a list and a mapping cannot stand for each other"
+        return (
+            f"{key}: {what}"
+            if key
+            else f"{what}; in a file, loggers are chosen by `override /logger: [llmc]`"
+        )
     if "nterpolation" in type(error).__name__:
         return f"{key or 'a value'}: {text} (check the ${{...}} in its value)"
     return f"{key}: {text}" if key and key not in text else text
@@ -145,6 +164,10 @@ def _near(error: Any, key: str) -> str:
     """Suggest the closest sibling of an unknown key."""
     parent = getattr(error, "parent_node", None)
     prefix, _, last = key.rpartition(".")
+    if prefix in MULTIPLE and last in option_names(prefix):
+        return f" among the chosen ones; choose it with them: {prefix}=[...,{last}]"
+    if prefix in ("sweep.search", "sweep.branches"):
+        return f"; it needs sweep={'search' if prefix == 'sweep.search' else 'wsd_branches'}"
     if others := elsewhere(prefix, last):
         return others
     try:
@@ -176,7 +199,19 @@ def _composition(text: str) -> str:
             f"{key}: '{value}' is several values; add -m to sweep over them, "
             f"or write [{value}] for a list, or quote it for one text"
         )
+    for pattern, line in _PREFIXED.items():
+        if match := re.search(pattern, text):
+            return line.format(*match.groups())
     return _one_line(text)
+
+
+# What Hydra says of +, ++ and ~ in its own terms, and what a person has to type.
+_PREFIXED = {
+    r"An item is already at '([^']*)'": "{0}: is there already; write {0}=... without the +",
+    r"Could not delete from config\. '([^']*)' does not exist": "~{0}: nothing of this name is there",
+    r"Multiple values for ([^.\s]*)\.": "{0}: one is chosen already; write {0}=... without the +",
+    r"force-add of config groups is not supported: '\+\+([^=']*)": "{0}: write {0}=... without the ++",
+}
 
 
 def _one_line(error: object) -> str:

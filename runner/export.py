@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -182,10 +182,10 @@ def _options(arguments: Sequence[str]) -> Options:
     if step is not None and not step.isdecimal():
         raise ValueError(f"step={step}: expected a whole number")
     options = Options(step=int(step) if step else None, **values)
-    if options.to not in ("hf", "llmc", "safetensors") or options.dtype not in (None, *DTYPES):
-        raise ValueError(
-            f"to={options.to} dtype={options.dtype}: allowed are hf, llmc, safetensors; fp32, bf16"
-        )
+    if options.to not in get_args(Target):
+        raise ValueError(f"to={options.to}: allowed are {', '.join(get_args(Target))}")
+    if options.dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={options.dtype}: allowed are {', '.join(DTYPES)}")
     return options
 
 

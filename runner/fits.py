@@ -35,6 +35,16 @@ def problem(value: Any, annotation: Any) -> str | None:
     return _scalar(value, annotation)
 
 
+def is_plain(annotation: Any) -> bool:
+    """Whether only a number, a text, a switch or null fits, so that no constructor call can stand there."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return is_plain(typing.get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return all(is_plain(option) for option in typing.get_args(annotation))
+    return origin is Literal or annotation in (bool, int, float, str, Path, None, type(None))
+
+
 def _scalar(value: Any, kind: Any) -> str | None:
     if kind is bool:
         return None if isinstance(value, bool) else f"expected true or false, got {show(value)}"
@@ -127,8 +137,10 @@ def convert(value: Any, annotation: Any) -> Any:
         return _switch(value, typing.get_args(annotation))
     if origin is tuple:
         return tuple(value)
-    if annotation is float and isinstance(value, int):
-        return float(value)
+    if origin is list and typing.get_args(annotation) == (str,):
+        return [str(item) for item in value]
+    if annotation is float:
+        return float(value) + 0.0  # -0.0, which would be logged as such, becomes 0.0
     if annotation is str:
         return str(value)
     return Path(value) if annotation is Path else value

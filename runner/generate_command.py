@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,10 +55,10 @@ def parse(argv: list[str]) -> Options:
     if "run" not in values:
         raise ValueError("run=PATH is missing: the folder of a run, such as run=outputs/x")
     options = Options(**values)
-    if not 1 <= options.n <= MOST_TEXTS or options.max_tokens < 1:
-        raise ValueError(
-            f"n={options.n} must lie in 1..{MOST_TEXTS} and max_tokens={options.max_tokens} be at least 1"
-        )
+    if not 1 <= options.n <= MOST_TEXTS:
+        raise ValueError(f"n={options.n} must lie in 1..{MOST_TEXTS}")
+    if options.max_tokens < 1:
+        raise ValueError(f"max_tokens={options.max_tokens} must be at least 1")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"seed={options.seed} must lie in 0..{2**63 - 1}")
     check_sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
@@ -78,7 +79,7 @@ def _value(key: str, *, text: str, kind: Any) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"{key}={text} must be a number ({kind.__name__})") from None
+        raise ValueError(f"{key}={text} must be a {'whole ' if kind is int else ''}number") from None
 
 
 def write(options: Options, *, load: Load) -> None:
@@ -132,10 +133,9 @@ def _show(text: str) -> None:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name} is no device; use auto, cpu, cuda or cuda:N") from None
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name, re.ASCII):
+        raise ValueError(f"device={name} is no device; use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name}: this machine or this torch has no CUDA; use cpu")
     return device

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from runner.data.tokenizer import tokenizer as tokenizer_for
 from runner.describe import Options, describe
+from runner.fault import fault_line
 
 USAGE = "python -m runner.inspect FILE... [tokenizer=byte|gpt2|PATH] [data=GLOB batch=B seq_len=T]"
 
@@ -33,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             lines = list(describe(path, options))
         except (ValueError, OSError) as error:
-            print(f"runner.inspect: error: {error}", file=sys.stderr)
+            line = fault_line(error) if isinstance(error, OSError) else error
+            print(f"runner.inspect: error: {line}", file=sys.stderr)
             code = 1
             continue
         print(f"{path}: {lines[0]}, {path.stat().st_size} bytes")

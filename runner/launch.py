@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Le
 from runner import native_build
 from runner.cli import ConfigError
 from runner.fault import fault_line, stack
+from runner.fits import show
 from runner.ranks import Leader, Place, first_to, hear, meet
 from runner.stop import Interrupted, undisturbed
 
@@ -172,7 +173,9 @@ def _missing(folder: Path) -> list[Path]:
 
 def _check_name(name: str) -> None:
     parts = name.split("/")
-    if not name.isprintable() or any(p in ("", ".", "..") or len(p.encode()) > 255 for p in parts):
+    if any(len(part.encode()) > 255 for part in parts):
+        raise ConfigError([f"run.name: {show(name)} has over 255 bytes; a folder's name has at most 255"])
+    if not name.isprintable() or any(part in ("", ".", "..") for part in parts):
         raise ConfigError([f"run.name: {name!r} is not a folder name; use letters, digits, - _ . ="])
 
 

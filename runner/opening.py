@@ -45,7 +45,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
             resumed=start.resumed,
             steps=s.plan.steps,
             group=run["group"],
-            tags=tuple(run["tags"]),
+            tags=tuple(map(str, run["tags"])),
         )
     )
     at = s.progress.step
@@ -68,11 +68,13 @@ def _settle_start(config: Config, s: Session) -> _Start:
         notes = [*branch.notes, *_changes(manifest.read(branch.source), now)]
     restored = s.store.restore(s.snapshot(), overwrite=overwrite)
     found = branch.snapshot if branch is not None else restored.snapshot
-    if found is not None:
-        notes += s.restore(found)
+    missing = s.restore(found) if found is not None else []
+    if before is not None and s.progress.step >= s.plan.steps:
+        # Nothing will be trained: what was changed is no setting of this run.
+        return _Start(before, True, restored.events)
+    notes += missing
     now["sessions"][-1]["start_step"] = s.progress.step
-    done = before is not None and s.progress.step >= s.plan.steps  # nothing will happen: nothing to record
-    if s.engine.rank == 0 and not done:
+    if s.engine.rank == 0:
         manifest.write(s.dir, manifest.resumed(before, now) if before else now)
     events = (*restored.events, *(Note(s.progress.step, text) for text in notes))
     return _Start(now, restored.snapshot is not None, events)

@@ -13,7 +13,7 @@ import math
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from runner import native
@@ -40,7 +40,7 @@ class ZScore:
         *,
         max_loss_z: Annotated[float, Ge(0)] = 0.0,
         max_norm_z: Annotated[float, Ge(0)] = 0.0,
-        window: Annotated[int, Ge(2)] = 128,
+        window: Annotated[int, Ge(2), Le(1_000_000)] = 128,
         robust: bool = False,
         max_consecutive_skips: Annotated[int, Ge(1)] | None = 50,
     ) -> None:
@@ -141,7 +141,7 @@ class Median:
         self,
         *,
         max_ratio: Annotated[float, Gt(1)] = 5.0,
-        window: Annotated[int, Ge(2)] = 128,
+        window: Annotated[int, Ge(2), Le(1_000_000)] = 128,
         warmup: Annotated[int, Ge(1)] = 16,
         max_consecutive_skips: Annotated[int, Ge(1)] | None = 50,
     ) -> None:

@@ -6,7 +6,6 @@ or a folder of runs, it lays their curves over each other and tells what differs
 
 from __future__ import annotations
 
-import argparse
 import base64
 import html
 import math
@@ -16,9 +15,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.fault import fault_line
 from runner.history import History, Summary, by_loss, differing, is_run, read_history, summarize
 from runner.home import settle_home
 from runner.plot import plot_run, plot_runs
+from runner.usage import Parser
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2530; background: #f5f6f8; margin: 0; }
@@ -85,7 +86,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m runner.report", description="Draw and compare runs.")
+    parser = Parser(prog="python -m runner.report", description="Draw and compare runs.")
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold runs")
     parser.add_argument("--out", help="where to write (default: the run's folder, or the one they share)")
     given = parser.parse_args(arguments)
@@ -100,8 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(given.out) if given.out else Path(os.path.commonpath(runs))
         folder.mkdir(parents=True, exist_ok=True)
         page = write_report(histories, folder)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"runner.report: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"runner.report: error: {fault_line(error)}; --out names another folder", file=sys.stderr)
         return 2
     print(text_table(table(by_loss(histories))))
     print(f"wrote {page} and {page.with_suffix('.png')}")

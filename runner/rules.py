@@ -14,12 +14,14 @@ Config = dict[str, Any]
 def cross_check(config: Config, *, wrong: Collection[str] = ()) -> list[str]:
     """Return the problems that no single value shows; rules over a group in `wrong` are left out."""
     rules: dict[tuple[str, ...], Callable[[Config], Iterable[str]]] = {
+        ("run",): _root,
         ("parallel",): _ranks,
         ("train", "parallel"): _batch,
         ("model",): _model,
         ("scheduler", "train", "parallel"): _schedule,
         ("data", "train", "model", "parallel"): _data,
         ("run", "train", "model", "precision", "parallel", "debug"): _graphs,
+        ("parallel", "debug"): _drill,
     }
     return [line for groups, rule in rules.items() if not set(groups) & set(wrong) for line in rule(config)]
 
@@ -28,6 +30,11 @@ def processes(config: Config) -> int:
     """Return how many ranks the run has: those that torchrun or srun started, or `parallel.processes`."""
     place = placed()
     return place.world if place is not None else int(config["parallel"].get("processes") or 1)
+
+
+def _root(config: Config) -> Iterator[str]:
+    if not config["run"]["root"]:  # an unset shell variable would put runs where the person happens to be
+        yield "run.root: '' is not a folder; write . for the one you are in"
 
 
 def _ranks(config: Config) -> Iterator[str]:
@@ -109,6 +116,12 @@ def _data(config: Config) -> Iterator[str]:
         world=processes(config),
         vocab_size=config["model"].get("vocab_size"),
     )
+
+
+def _drill(config: Config) -> Iterator[str]:
+    rank, world = config["debug"].get("rank", 0), processes(config)
+    if rank >= world:
+        yield f"debug.rank: there is no rank {rank}, ranks count from 0 and the run has {world}"
 
 
 def _graphs(config: Config) -> Iterator[str]:

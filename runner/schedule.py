@@ -133,7 +133,8 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
         plan = compose_plan([a for a in arguments if not a.startswith("out=")], conf=conf)
         save_png(plan, out)
     except (ValueError, OSError) as error:
-        print(f"runner: error: {fault_line(error)}", file=sys.stderr)
+        line = fault_line(error) if isinstance(error, OSError) else error
+        print(f"runner.schedule: error: {line}", file=sys.stderr)
         return 2
     print(draw(plan))
     for name, step in plan.marks.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,13 +23,22 @@ _HYDRAS = {
 
 def unread(arguments: Sequence[str]) -> list[str]:
     """Return a line for each argument or file that the command would not heed."""
-    return [*_files(arguments), *_settings(arguments)]
+    return [*_files(arguments), *_settings(arguments), *_environment()]
+
+
+def _environment() -> Iterator[str]:
+    kernels = os.environ.get("RUNNER_KERNELS")
+    if kernels not in (None, "", "on", "off"):
+        yield f"RUNNER_KERNELS: must be one of on, off, got {kernels!r}"
 
 
 def _settings(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
-        if key in _HYDRAS:
+        group = key.removeprefix("~")
+        if key.startswith("~") and group in GROUPS and group not in MULTIPLE:
+            yield f"{argument}: a run needs its {group}; choose another one, {group}=NAME"
+        elif key in _HYDRAS:
             yield f"{key}: not used here, {_HYDRAS[key]}"
         elif key in GROUPS and key not in MULTIPLE and re.fullmatch(r"\[.*,.*\]", value):
             # Hydra would merge them into one that is neither.

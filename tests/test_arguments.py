@@ -46,9 +46,12 @@ def test_the_closing_screen_continues_a_run_of_any_name(tmp_path: Path) -> None:
     again = run(*SMALL, *shlex.split(found[1]), "logger=[llmc,console]", cwd=tmp_path)
     assert "resumes at step 2, 4 steps" in again
     assert "nothing to do" not in again
-    assert "nothing to do: the run is at step 4" in run(
-        *SMALL, "train.steps=3", "run.name='a=b c'", cwd=tmp_path
-    )
+    folder = tmp_path / "outputs" / "a=b c"
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    idle = run(*SMALL, "train.steps=3", "optimizer.lr=1", "run.name='a=b c'", cwd=tmp_path)
+    assert "nothing to do: the run is at step 4" in idle
+    after = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    assert after == before, "what no step was trained with is no setting of the run"
 
 
 def test_nothing_is_offered_that_would_start_again(tmp_path: Path) -> None:

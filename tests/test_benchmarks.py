@@ -15,6 +15,18 @@ from benchmarks.workloads import FOLDER
 from tests.commands import ROOT, environment
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--threads", "0"], ["--rounds", "x"], ["--workloads", "Z"], ["nosuch"], ["--nosuch"]]
+)
+def test_a_mistake_is_one_line_before_anything_is_measured(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("benchmarks: error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_races_run_and_keep_their_rows(tmp_path: Path) -> None:
     names = ["step", "peers", "ranks", "checkpoint"]
     options = ["--workloads", "tiny", "--rounds", "1", "--threads", "1", "--results", str(tmp_path)]

@@ -268,7 +268,7 @@ def test_full_disk_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest
 
 def test_unwritable_folder_is_known_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"run.dir: cannot write to .*file/run \(Not a directory\)"):
+    with pytest.raises(ValueError, match=r"run.name: cannot write to .*file/run \(Not a directory\)"):
         make_store(tmp_path / "file" / "run").restore(gpt2_snapshot(0))
 
 

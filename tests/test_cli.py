@@ -59,6 +59,27 @@ MISTAKES = {
     "optimizer=[adamw,lion]": "optimizer: takes one option, got [adamw,lion]; sweep over them with -m",
     "hydra.run.dir=x": "hydra.run.dir: not used here, a run's folder is run.root/run.name",
     "train.micro_batch=auto": "train.micro_batch: auto needs train.tokens_per_step",
+    "": "'': a setting has a name, as in train.steps=1000 (is a shell variable empty?)",
+    "=5": "'=5': a setting has a name, as in train.steps=1000",
+    "train": "train: not a setting; settings are written key=value (train.steps=1000), see --help",
+    "train.steps=${train.seq_len": "train.steps: in '${train.seq_len' the ${ is not closed",
+    "train.steps=${model}": "train.steps: expected a whole number, got {'_target_'",
+    "+train.steps=10": "train.steps: is there already; write train.steps=... without the +",
+    "+optimizer=lion": "optimizer: one is chosen already; write optimizer=... without the +",
+    "++optimizer=lion": "optimizer: write optimizer=... without the ++",
+    "~optimizer": "~optimizer: a run needs its optimizer; choose another one, optimizer=NAME",
+    "~foo": "~foo: nothing of this name is there",
+    "experiment=null": "experiment: null is what it is anyway; leave experiment=null out; choose one of",
+    "optimizer.betas={a:1}": "optimizer.betas: a list and a mapping cannot stand for each other",
+    "logger.tensorboard.every=2": "logger.tensorboard: no such option among the chosen ones; choose it with",
+    "sweep.search.trials=5": "sweep.search.trials: no such option; it needs sweep=search",
+    "run.root=": "run.root: '' is not a folder; write . for the one you are in",
+    f"run.name={'a' * 256}": f"run.name: '{'a' * 56}... has over 255 bytes",
+    "run.device=cpu:3": "run.device: no device is called 'cpu:3'; use auto, cpu, cuda or cuda:N",
+    "run.device=meta": "run.device: no device is called 'meta'; use auto, cpu, cuda or cuda:N",
+    "debug.rank=1": "debug.rank: there is no rank 1, ranks count from 0 and the run has 1",
+    "outlier.window=99999999999999": "outlier.window: must be <= 1000000",
+    "checkpoint.resume=must": "checkpoint.resume=must: ",
 }
 
 
@@ -73,6 +94,41 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"runner: error: {MISTAKES[argument]}"), lines[0]
     assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["optimizer=torch"], ["optimizer._target_: is required, give it", "optimizer.lr: is required"]),
+        (["optimizer=sgd", "optimizer.momentum=-1"], ["optimizer: Invalid momentum value: -1.0"]),
+        (["optimizer=adafactor", "optimizer.d=0"], ["optimizer: Clipping threshold d should be >= 1"]),
+        (["evaluate=none", "evaluate.val.every=3"], ["evaluate.val: no such option among the chosen ones;"]),
+        (["run.from=."], ["run.from=.: "]),
+    ],
+)
+def test_mistakes_of_several_words(
+    arguments: list[str],
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runner", *arguments])
+    assert run_command(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(expected), lines
+    for line, text in zip(lines, expected, strict=True):
+        assert line.startswith(f"runner: error: {text}")
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_wrong_environment_variable_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner", "train.steps=1"]
+    env = {**environment(), "RUNNER_KERNELS": "maybe"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "runner: error: RUNNER_KERNELS: must be one of on, off, got 'maybe'\n"
 
 
 def test_several_mistakes_come_at_once(
@@ -128,6 +184,24 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
     line = data_mistake(tmp_path, str(short))
     assert "short.bin" in line
     assert "100" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train: {steps: 5}\n", "experiment: its settings have no place here; begin its file with the line"),
+        (
+            "# @package _global_\nlogger: [llmc]\n",
+            "a list and a mapping cannot stand for each other; in a file,",
+        ),
+    ],
+)
+def test_mistakes_of_an_experiments_file(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    printed = run("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path, code=2)
+    assert printed.startswith(f"runner: error: {line}")
+    assert len(printed.splitlines()) == 1
 
 
 def test_a_yaml_mistake_names_file_and_line(tmp_path: Path) -> None:

@@ -21,6 +21,16 @@ def test_a_correct_node_has_no_problem() -> None:
     assert problems(**PLAN) == []
 
 
+def test_a_negative_zero_is_zero() -> None:
+    assert str(fits.convert(-0.0, Annotated[float, Ge(0)])) == "0.0"
+
+
+def test_texts_of_a_list_are_texts() -> None:
+    node = {"_target_": "runner.launch.Run", "tags": [1, "x", 2]}
+    assert list(check_node(node, "run")) == []
+    assert fits.convert([1, "x", 2], list[str]) == ["1", "x", "2"]
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

@@ -206,6 +206,15 @@ def test_other_inputs_are_refused_not_reused(tmp_path):
         prepare(replace(options, output=str(tmp_path / "foreign")))
 
 
+def test_a_folder_without_shards_is_free_for_other_inputs(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"ab\xff\xfe")
+    write_jsonl(tmp_path / "good.jsonl", texts(20))
+    options = Options(input=str(tmp_path / "bad.txt"), output=str(tmp_path / "out"), tokenizer="byte")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prepare(options)
+    assert prepare(replace(options, input=str(tmp_path / "good.jsonl")))["complete"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -274,6 +283,7 @@ def test_all_mistakes_of_the_command_at_once(capsys):
     assert main(["inptu=x", "workers=two", "split=random", "verify=yes"]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 6
+    assert all(line.startswith("runner.data.prepare: error: ") for line in lines)
     assert "did you mean input=" in lines[0]
     assert "workers=two" in lines[1]
     assert "hash, every, tail" in lines[2]

@@ -226,6 +226,7 @@ def test_the_command(tmp_path, capsys):
         ["run=none", "to=hf", "out=x"],
         ["run=a", "to=b", "out=c"],
         ["run=a", "to=hf", "out=c", "step=x"],
+        ["run=a", "to=hf", "out=c", "dtype=fp16"],
     ):
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1

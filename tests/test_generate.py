@@ -231,7 +231,7 @@ def test_the_command_prints_text_or_json(loaded, capsys):
     [
         (["prompt=1"], "run=PATH is missing"),
         (["run=x", "promt=1"], "'promt=1' is not an option"),
-        (["run=x", "n=many"], "n=many must be a number"),
+        (["run=x", "n=many"], "n=many must be a whole number"),
         (["run=x", "n=0"], "n=0"),
         (["run=x", "json=1"], "json=1 must be true or false"),
         (["run=x", "temperature=-1"], "temperature=-1"),

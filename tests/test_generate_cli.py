@@ -110,6 +110,13 @@ def test_more_texts_than_memory_can_hold_are_refused(count: str, capsys: pytest.
     assert f"n={count} must lie in 1..4096" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argument", ["max_tokens=0", "max_tokens=1e9", "device=meta", "device=tpu"])
+def test_a_wrong_value_is_named_alone(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run=nowhere", argument]) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"runner.generate: error: {argument}" if "device" not in argument else "runner.")
+
+
 def test_what_the_machine_lacks_is_one_line(
     runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

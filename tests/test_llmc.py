@@ -117,7 +117,7 @@ def test_the_printed_command_is_equivalent(full, tmp_path):
 
 @pytest.mark.parametrize("wait_for", ["DONE_00000020", pytest.param("DONE_00000010", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_with_the_same_losses_and_files(full, tmp_path, wait_for):
-    """The resume test of the A5 text, on a run that was really interrupted (kill -9)."""
+    """A run that was interrupted (kill -9) and resumed by -y 1 ends as one that was left alone."""
     out = tmp_path / "log"
     process = subprocess.Popen(
         command(LOOP["full"]["args"], out), cwd=TINY, env=ENV, stdout=subprocess.DEVNULL

@@ -142,6 +142,8 @@ def test_resume_keeps_the_id_and_takes_steps_back(tmp_path):
     first, _ = start(tmp_path, steps=20)
     second, _ = start(tmp_path, steps=12, start=8, id=first["id"])
     assert second["id"] == first["id"]
+    whole = f"`wandb sync --id {first['id']} {tmp_path}/wandb/offline-run-*-{first['id']}`"
+    assert second["hint"].endswith(whole), "a run that was continued has several folders"
     assert [row["train/step"] for row in read(tmp_path)[0] if "train/loss" in row] == [8, 9, 10, 11]
 
 

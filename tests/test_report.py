@@ -185,6 +185,9 @@ def test_command_says_what_is_wrong_in_one_line(tmp_path):
         assert done.stderr == (
             f"runner.report: error: {path}: no run there (no metrics.jsonl, no main.log); name a run folder\n"
         )
+    assert (
+        command().stderr == "runner.report: error: the following arguments are required: runs; see --help\n"
+    )
 
 
 def test_reading_a_history_imports_neither_torch_nor_matplotlib():

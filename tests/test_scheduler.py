@@ -236,6 +236,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(conf, overrides, message, capsys)
     assert schedule.main([*overrides, f"out={conf / 'lr.png'}"], conf=conf) == 2
     error = capsys.readouterr().err
     assert message in error
+    assert error.startswith("runner.schedule: error: ")
+    assert "ValueError" not in error
     assert len(error.splitlines()) == 1
 
 

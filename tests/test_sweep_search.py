@@ -66,6 +66,17 @@ def test_the_ends_of_every_range_are_checked_first(tmp_path: Path) -> None:
     printed = run(*SMALL, "sweep=search", "optimizer.lr=interval(-1,1)", cwd=tmp_path, code=2)
     assert "optimizer.lr: must be >= 0, got -1" in printed
     assert printed.count("\n") == 1
+    for mistake, line in {
+        "optimizer.lr=interval(0.5,0.1)": "optimizer.lr: interval(0.5,0.1): the lower end",
+        "optimizer.lr=tag(log,interval(0,0.1))": "optimizer.lr: tag(log,interval(0,0.1)): by magnitude",
+    }.items():
+        printed = run(*SMALL, "sweep=search", mistake, cwd=tmp_path, code=2)
+        assert printed.startswith(f"runner: error: {line}")
+        assert printed.count("\n") == 1
+    blind = ("logger=none", "train.steps=2", "evaluate=none", "optimizer.lr=interval(0.1,1)")
+    printed = run("sweep=search", *blind, cwd=tmp_path, code=2)
+    assert printed.startswith("runner: error: sweep=search: without a validation loss")
+    assert printed.count("\n") == 1
     printed = run(*SMALL, "sweep=search", cwd=tmp_path, code=2)
     assert "nothing to search" in printed
     assert not list(tmp_path.iterdir())

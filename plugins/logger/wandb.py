@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import secrets
+import shlex
 import threading
 import time
 from pathlib import Path
@@ -144,7 +145,7 @@ class WandbLogger:
                     self._closing.wait(_BURST_S)
             wandb_run.finish(exit_code=self._exit_code)
         except (Exception, SystemExit) as error:
-            self._give_up(_first_line(error))
+            self._give_up(_one_line(error))
             _release_service()
         finally:
             self._started.set()
@@ -177,7 +178,7 @@ class WandbLogger:
             self._connecting = True
             return wandb.init(mode=mode, **about)
         except Exception as error:
-            _LOG.warning("wandb cannot log online, writing offline instead (%s)", _first_line(error))
+            _LOG.warning("wandb cannot log online, writing offline instead (%s)", _one_line(error))
             _quiet_setup(wandb)
             return wandb.init(mode="offline", **about)
         finally:
@@ -248,11 +249,16 @@ def _hint(wandb_run: Any) -> str:
     if not wandb_run.offline:
         return f"wandb: {wandb_run.url}"
     folder = Path(wandb_run.dir).parent  # of its `files`
-    return f"wandb: look with `wandb leet {folder}`, upload with `wandb sync {folder}`"
+    parts = f"offline-run-*-{wandb_run.id}"
+    here, upload = shlex.quote(str(folder)), f"wandb sync {shlex.quote(str(folder))}"
+    if len(list(folder.parent.glob(parts))) > 1:  # one for each time that the run was continued
+        upload = f"wandb sync --id {wandb_run.id} {shlex.quote(str(folder.parent))}/{parts}"
+    return f"wandb: look with `wandb leet {here}`, upload with `{upload}`"
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+def _one_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _release_service() -> None:

@@ -180,5 +180,5 @@ def probe(folder: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         raise ValueError(
-            f"run.dir: cannot write to {folder} ({error.strerror or error}); choose another folder or mend it"
+            f"run.name: cannot write to {folder} ({error.strerror or error}); choose another or mend it"
         ) from None

@@ -176,7 +176,7 @@ def require_fresh(folder: Path, *, overwrite: bool) -> list[int]:
     steps = done_steps(folder)
     if steps and not overwrite:
         raise ValueError(
-            f"run.dir: {folder} holds checkpoints up to step {steps[-1]}, a fresh start would lose them; "
+            f"run.name: {folder} holds checkpoints up to step {steps[-1]}, a fresh start would lose them; "
             "continue with checkpoint.resume=auto, choose another run.name, or pass run.overwrite=true"
         )
     return steps

@@ -139,12 +139,13 @@ class Store:
         if steps:
             reasons = "; ".join(event.text for event in events if isinstance(event, Note))
             raise ValueError(
-                f"run.dir: no checkpoint in {self.dir} is intact ({reasons}); mend the files, "
+                f"run.name: no checkpoint in {self.dir} is intact ({reasons}); mend the files, "
                 "or start again with run.overwrite=true"
             )
         if self.resume == "must":
             raise ValueError(
-                f"checkpoint.resume=must: {self.dir} holds no DONE file; check run.name, or pass resume=auto"
+                f"checkpoint.resume=must: {self.dir} holds no DONE file; check run.name, "
+                "or set checkpoint.resume=auto"
             )
         return Restored(None, self._clean(0))
 

@@ -83,12 +83,12 @@ def start_or_continue(folder: Path, fresh: Manifest) -> Manifest:
     Shards from the first damaged one on are forgotten, to be written again.
     """
     manifest = read_manifest(folder)
-    if manifest is None:
+    if manifest is None or (manifest["key"] != _plain(fresh["key"]) and not _has_shards(manifest)):
         if any(folder.glob("*.bin")):
-            raise ValueError(f"{folder}: holds .bin files without a {MANIFEST}: choose an empty folder")
+            raise ValueError(f"{folder}: holds .bin files that no {MANIFEST} lists: choose an empty folder")
         save_manifest(folder, fresh)
         return fresh
-    if manifest["key"] != json.loads(json.dumps(fresh["key"])):
+    if manifest["key"] != _plain(fresh["key"]):
         changed = [name for name in fresh["key"] if manifest["key"].get(name) != fresh["key"][name]]
         raise ValueError(
             f"{folder}: holds shards made from something else (differs in {', '.join(changed)}): "
@@ -100,6 +100,16 @@ def start_or_continue(folder: Path, fresh: Manifest) -> Manifest:
             del split["shards"][next(damaged, len(split["shards"])) :]
             split |= {"documents": 0, "text_bytes": 0, "tokens": sum(s["tokens"] for s in split["shards"])}
     return manifest
+
+
+def _plain(key: dict[str, Any]) -> Any:
+    """Return what a key reads back as."""
+    return json.loads(json.dumps(key))
+
+
+def _has_shards(manifest: Manifest) -> bool:
+    """Whether there is anything that another start would lose."""
+    return any(split["shards"] for split in manifest["splits"].values())
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:

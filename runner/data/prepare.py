@@ -113,7 +113,10 @@ def main(arguments: Sequence[str]) -> int:
             return 1 if problems else 0
         manifest = prepare(options, progress=Report(sys.stderr))
     except (ValueError, OSError) as error:
-        print(fault_line(error) if isinstance(error, OSError) else error, file=sys.stderr)
+        text = fault_line(error) if isinstance(error, OSError) else str(error)
+        print(
+            *(f"runner.data.prepare: error: {line}" for line in text.split("\n")), sep="\n", file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
         print("stopped: the same command continues after the last complete shard", file=sys.stderr)
@@ -121,7 +124,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, split in manifest["splits"].items():
         sizes = [shard["tokens"] for shard in split["shards"]]
         least = f" of at least {min(sizes)} tokens" if sizes else f" ({_EMPTY})"
-        told = f"{split['tokens']} tokens of {split['documents']} documents in {len(sizes)} shards{least}"
+        many = "1 shard" if len(sizes) == 1 else f"{len(sizes)} shards"
+        told = f"{split['tokens']} tokens of {split['documents']} documents in {many}{least}"
         print(f"{name}: {told}")
     print(f"{options.output}: complete")
     return 0

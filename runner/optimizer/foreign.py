@@ -51,9 +51,10 @@ class Foreign:
         self._optimizer: Any = None
         try:
             self._optimizer = build([group for group in groups if group["params"]])
-        except ValueError:
+        except ValueError as error:
             if whole:
-                raise
+                text = str(error)
+                raise ValueError(text if text.startswith("optimizer") else f"optimizer: {text}") from error
         kind = type(self._optimizer).__name__
         if not whole and kind not in ELEMENTWISE:
             raise ValueError(

@@ -160,6 +160,8 @@ def known_numbers(folder: Path) -> dict[str, int]:
     """
     try:
         return cells.read_numbers(folder)
+    except NotADirectoryError as error:
+        raise ConfigError([f"sweep.root: {folder.parent} is not a folder; choose another"]) from error
     except (ValueError, OSError) as error:
         raise ConfigError([f"sweep.name: {error}"]) from error
 

@@ -28,6 +28,8 @@ from runner.sweep.settings import Search
 from runner.sweep.sweep import SweepOutcome, sweep_folder, teller
 from runner.sweep.tell import short
 
+_VALIDATION = "runner.evaluate.Validation"
+
 
 def run_search(composer: Composer, parsed: Sequence[Override], *, processes: bool) -> SweepOutcome:
     """Run trials until there are as many as `sweep.search.trials`.
@@ -42,6 +44,8 @@ def run_search(composer: Composer, parsed: Sequence[Override], *, processes: boo
     distributions = _distributions(space, processes=processes)
     folder = sweep_folder(composer)
     first = _check_ends(composer, fixed, space, folder=folder / "ends")
+    if not any(str(node["_target_"]) == _VALIDATION for node in (first.config["evaluate"] or {}).values()):
+        raise ConfigError(["sweep=search: without a validation loss no trial is better; add evaluate=[val]"])
     with locked(folder) as handle:
         study = open_study(folder, settings.search)
         trials = Trials(study, settings.search, composer, fixed, distributions, folder)
@@ -219,14 +223,30 @@ def _distributions(space: dict[str, Override], *, processes: bool) -> dict[str, 
         problems.append("hydra/launcher: sweep=search runs its trials with hydra/launcher=processes")
     if problems:
         raise ConfigError(problems)
-    return {key: distribution(override, optuna.distributions) for key, override in space.items()}
+    found = {}
+    for key, override in space.items():
+        try:
+            found[key] = distribution(override, optuna.distributions)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def distribution(override: Override, kinds: Any) -> Any:
-    """Return what optuna draws from: interval -> float or int, range -> steps, choice -> categories."""
+    """Return what optuna draws from: interval -> float or int, range -> steps, choice -> categories.
+
+    Raises:
+        ValueError: an interval has no values.
+    """
     value: Any = override.value()
     if isinstance(value, IntervalSweep):
         low, high, log = value.start or 0, value.end or 0, "log" in value.tags
+        if low > high:
+            raise ValueError(f"interval({low},{high}): the lower end comes first")
+        if log and low <= 0:
+            raise ValueError(f"tag(log,interval({low},{high})): by magnitude, the lower end must be > 0")
         if isinstance(low, int) and isinstance(high, int):
             return kinds.IntDistribution(low, high, log=log)
         return kinds.FloatDistribution(float(low), float(high), log=log)

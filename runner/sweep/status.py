@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import math
 import sys
@@ -13,13 +12,12 @@ from runner.report import text_table
 from runner.sweep.naming import show
 from runner.sweep.rows import Row, read_rows
 from runner.sweep.tell import short
+from runner.usage import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m runner.sweep.status", description="List a sweep's cells."
-    )
+    parser = Parser(prog="python -m runner.sweep.status", description="List a sweep's cells.")
     parser.add_argument("sweep", nargs="+", help="sweep folders, as in outputs/sweeps/warmup_lr-3fa9c1")
     given = parser.parse_args(arguments)
     try:

@@ -82,7 +82,8 @@ def headline(folder: Path, unique: Sequence[Cell]) -> str:
     done = sum(finished(cell) is not None for cell in unique)
     begun = sum(finished(cell) is None and any(cell.folder.glob("DONE_*")) for cell in unique)
     parts = [f"{done} done before", f"{begun} to continue", f"{len(unique) - done - begun} to start"]
-    return f"sweep of {len(unique)} cells in {short(folder)}: {', '.join(parts)}"
+    many = "1 cell" if len(unique) == 1 else f"{len(unique)} cells"
+    return f"sweep of {many} in {short(folder)}: {', '.join(parts)}"
 
 
 def conclude(folder: Path, made: Sequence[Cell], ran: Ran) -> SweepOutcome:
@@ -127,7 +128,7 @@ def run_elsewhere(composer: Composer, jobs: Sequence[Job], *, launch: Launch) ->
             cells.write_cell(cell)
             (cell.folder / "result.json").unlink(missing_ok=True)
         given = [[*lines[cell.number], *_placed_lines(cell, folder)] for cell in todo]
-        returned = launch(given, initial_job_idx=0) if todo else []
+        returned = _launched(launch, given) if todo else []
         for cell, job in zip(todo, returned, strict=True):
             results[cell.number] = result = _result_elsewhere(cell, job)
             cells.write_result(cell.folder, result)
@@ -135,6 +136,21 @@ def run_elsewhere(composer: Composer, jobs: Sequence[Job], *, launch: Launch) ->
         summary.report(folder, tell=tell)
         tell.failures([(cell, results[cell.number]) for cell in unique])
     return conclude(folder, made, Ran(results))
+
+
+def _launched(launch: Launch, given: list[list[str]]) -> Sequence[Any]:
+    """Hand the cells over.
+
+    Raises:
+        ConfigError: the launcher itself cannot work here; a cell that fails is in what it returns.
+    """
+    try:
+        return launch(given, initial_job_idx=0)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            [f"hydra/launcher: it cannot start the cells: {type(error).__name__}: {text}"]
+        ) from error
 
 
 def _placed_lines(cell: Cell, folder: Path) -> list[str]:
