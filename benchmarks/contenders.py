@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ CONTENDERS: dict[str, Callable[[Workload, int], None]] = {
     **{f"kernels-{p}": functools.partial(kernels_loop, precision=p) for p in ("fp32", "bf16")},
     "nanogpt": functools.partial(bare_loop),
     "nanogpt-compiled": functools.partial(bare_loop, compiled=True),
+    "compiled-bf16": functools.partial(bare_loop, compiled=True, fused=True, bf16=True),
     "plain-fp32": functools.partial(bare_loop, fused=True, original=True),
     "plain-bf16": functools.partial(bare_loop, fused=True, original=True, bf16=True),
     **{
@@ -74,6 +76,8 @@ CONTENDERS: dict[str, Callable[[Workload, int], None]] = {
 
 def missing(name: str) -> str | None:
     """Return which package a contender lacks here, or None."""
+    if "compiled" in name and shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "g++"
     needed = {"lightning": ("lightning",), "hf": ("transformers", "accelerate")}
     for package in needed.get(name.split("-")[0], ()):
         if importlib.util.find_spec(package) is None:

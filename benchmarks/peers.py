@@ -1,4 +1,4 @@
-"""A steady step of the runner against a nanoGPT-style loop, transformers' Trainer and Lightning."""
+"""A steady step of the runner against a nanoGPT-style loop, that loop compiled, and other trainers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.results import Row
 from benchmarks.workloads import WORKLOADS
 
 OURS = ("runner-bf16", "runner-fp32")
-PEERS = ("lightning-fp32", "lightning-bf16", "hf-fp32", "hf-bf16")
+PEERS = ("compiled-bf16", "lightning-fp32", "lightning-bf16", "hf-fp32", "hf-bf16")
 
 
 class Goal(NamedTuple):
@@ -46,7 +46,7 @@ def skipped() -> list[str]:
     """Return a word on each library that is not installed."""
     lacking = sorted({str(missing(peer)) for peer in PEERS if missing(peer)})
     way = "pip install -e '.[peers]'"
-    return [f"{package} is not installed: its trainer is left out ({way})" for package in lacking]
+    return [f"{package} is not installed: what needs it is left out ({way})" for package in lacking]
 
 
 def _rows(
