@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Annotated
 
 import torch
@@ -29,6 +30,13 @@ def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> T
     if norm.is_cuda and (kernels := native.triton_kernels()) is not None:
         factor: Tensor = kernels.clip_factor(norm, max_norm=max_norm)
         return factor
+    if norm.device.type == "cpu" and norm.dtype == torch.float32:
+        return _on_host(float(norm), limit=ctypes.c_float(max_norm).value)
     # A tensor, because torch computes `number / tensor` as number * (1 / tensor): another last bit.
     limit = torch.full_like(norm, max_norm)
     return torch.where(norm > limit, limit / norm, 1.0)
+
+
+def _on_host(norm: float, *, limit: float) -> Tensor:
+    """Do the same for float32 values: rounding their quotient in float64 first does not change its bits."""
+    return torch.tensor(limit / norm if norm > limit else 1.0, dtype=torch.float32)
