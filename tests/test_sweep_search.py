@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.sweep.search import mend
+from runner.sweep.search import measures_loss, mend
 from tests.commands import SMALL, run
 from tests.sweep_cases import folder, gone, kill, start
 
@@ -80,6 +80,14 @@ def test_the_ends_of_every_range_are_checked_first(tmp_path: Path) -> None:
     printed = run(*SMALL, "sweep=search", cwd=tmp_path, code=2)
     assert "nothing to search" in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_search_needs_somebody_who_measures_a_loss() -> None:
+    sample = {"_target_": "runner.sampling.Sample"}
+    for lacking in (None, {}, {"val": None}, {"sample": sample}):
+        assert not measures_loss(lacking)
+    assert measures_loss({"sample": sample, "val": {"_target_": "runner.evaluate.Validation"}})
+    assert measures_loss({"own": {"_target_": "mine.Loss"}})
 
 
 def test_a_torn_journal_is_mended(tmp_path: Path) -> None:

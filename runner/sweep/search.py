@@ -31,6 +31,12 @@ from runner.sweep.tell import short
 _VALIDATION = "runner.evaluate.Validation"
 
 
+def measures_loss(evaluators: dict[str, Any] | None) -> bool:
+    """Whether a validation loss can be expected; an evaluator that is not ours may well have one."""
+    targets = [str(node["_target_"]) for node in (evaluators or {}).values() if node]
+    return any(t == _VALIDATION or not t.startswith(("runner.", "plugins.")) for t in targets)
+
+
 def run_search(composer: Composer, parsed: Sequence[Override], *, processes: bool) -> SweepOutcome:
     """Run trials until there are as many as `sweep.search.trials`.
 
@@ -44,7 +50,7 @@ def run_search(composer: Composer, parsed: Sequence[Override], *, processes: boo
     distributions = _distributions(space, processes=processes)
     folder = sweep_folder(composer)
     first = _check_ends(composer, fixed, space, folder=folder / "ends")
-    if not any(str(node["_target_"]) == _VALIDATION for node in (first.config["evaluate"] or {}).values()):
+    if not measures_loss(first.config["evaluate"]):
         raise ConfigError(["sweep=search: without a validation loss no trial is better; add evaluate=[val]"])
     with locked(folder) as handle:
         study = open_study(folder, settings.search)
