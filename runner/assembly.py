@@ -29,6 +29,7 @@ from runner.optimizer.options import NAMES, Options, assemble
 from runner.pace import Pace
 from runner.precision import Precision
 from runner.progress import Progress
+from runner.rates import Rates
 from runner.readback import Readback, Timing
 from runner.rng import Generators, ModelRng, seed_everything
 from runner.scheduler import scaled
@@ -93,7 +94,7 @@ def assemble_session(config: Config, *, dir: Path, process: Process) -> Session:
         ),
         optimizer=optimizer,
         curvature=curvature_of(optimizer),
-        scheduler=_scheduler(make, config, tokens=plan.tokens),
+        scheduler=Rates(_scheduler(make, config, tokens=plan.tokens), steps=plan.steps),
         clip=make(config["clip"]),
         outlier=outlier,
         autocast=autocast,
@@ -168,7 +169,7 @@ def _scheduler(make: Make, config: Config, *, tokens: int) -> Scheduler:
 
 def _timing(meter: Meter, plan: Plan) -> Timing:
     speed = meter.tick(plan.tokens)
-    return Timing(tokens=meter.tokens, **speed._asdict())
+    return Timing(meter.tokens, *speed)
 
 
 def choose_device(name: str, *, local_rank: int) -> torch.device:

@@ -10,7 +10,9 @@ from annotated_types import Gt
 from torch import Tensor
 
 from runner import native
+from runner.host_scalars import HostScalars
 
+_float32 = HostScalars(torch.float32)
 _LEAST = torch.finfo(torch.float32).tiny  # what is less may count as 0, and stop every weight
 
 
@@ -39,4 +41,4 @@ def clip_by_norm(norm: Tensor, *, max_norm: Annotated[float, Gt(0)] | None) -> T
 
 def _on_host(norm: float, *, limit: float) -> Tensor:
     """Do the same for float32 values: rounding their quotient in float64 first does not change its bits."""
-    return torch.tensor(limit / norm if norm > limit else 1.0, dtype=torch.float32)
+    return _float32(limit / norm if norm > limit else 1.0)

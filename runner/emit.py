@@ -55,35 +55,39 @@ class Emitter:
     def __call__(self, events: Iterable[Event]) -> None:
         for event in events:
             self._at = event.step
-            self._warn(event)
+            if isinstance(event, Note):
+                self._warn(event)
             for name in list(self.loggers):
                 self._send(name, event)
 
-    def _warn(self, event: Event) -> None:
+    def _warn(self, note: Note) -> None:
         """Put on standard error what must be seen, where no console logger shows it."""
-        if (
-            isinstance(event, Note)
-            and event.level != "info"
-            and self._rank == 0
-            and SHOWS not in self.loggers
-        ):
-            log.warning("%s: %s", event.level, event.text)
+        if note.level != "info" and self._rank == 0 and SHOWS not in self.loggers:
+            log.warning("%s: %s", note.level, note.text)
 
     def _send(self, name: str, event: Event) -> None:
-        waiting = self._waiting.setdefault(name, deque(maxlen=_KEPT))
-        self._lost[name] += len(waiting) == waiting.maxlen
-        waiting.append(event)
+        waiting = self._waiting.get(name)
+        if waiting:
+            self._lost[name] += len(waiting) == waiting.maxlen
+            waiting.append(event)
         try:
-            while waiting:
-                self.loggers[name].log(waiting[0])
-                waiting.popleft()
+            if waiting:
+                self._catch_up(name, waiting)
+            else:
+                self.loggers[name].log(event)
         except Exception as error:
             if name not in RECORDS:
                 self._drop(name, error, event.step)
-            elif len(waiting) == 1:
+            elif not waiting:
+                self._waiting[name] = deque([event], maxlen=_KEPT)
                 self._tell(
                     Note(event.step, f"logger.{name}: {_text(error)}; its lines wait in memory", "error")
                 )
+
+    def _catch_up(self, name: str, waiting: deque[Event]) -> None:
+        while waiting:
+            self.loggers[name].log(waiting[0])
+            waiting.popleft()
 
     def _drop(self, name: str, error: Exception, step: int) -> None:
         del self.loggers[name]
@@ -113,9 +117,7 @@ class Emitter:
         """Write what still waits, as there will be no later event to do it; say what could not be."""
         waiting = self._waiting.get(name, deque())
         try:
-            while waiting:
-                self.loggers[name].log(waiting[0])
-                waiting.popleft()
+            self._catch_up(name, waiting)
         except Exception as error:
             lost = len(waiting) + self._lost[name]
             log.error("logger.%s: %s; %d of its lines are lost", name, _text(error), lost)

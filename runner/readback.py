@@ -72,7 +72,6 @@ class Readback:
         )
         timing = self._timing()
         self._skipped += not applied
-        reasons = [text for bit, text in REASONS.items() if int(bits) & bit]
         return TrainStep(
             step=pending.step,
             loss=loss,
@@ -81,7 +80,7 @@ class Readback:
             loss_z=loss_z,
             norm_z=norm_z,
             applied=bool(applied),
-            reason=", ".join(reasons),
+            reason=", ".join(text for bit, text in REASONS.items() if int(bits) & bit) if bits else "",
             scale=scale,
             skipped=self._skipped,
             tokens=timing.tokens,

@@ -11,47 +11,52 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.api import Verdict
+from runner.host_scalars import HostScalars
 
 
 class Window(NamedTuple):
     """The last W steps, updated in place, and what is too much."""
 
-    ring: NDArray[Any]  # [4, W]: loss, norm and their squares
-    sums: NDArray[Any]  # [4]
-    seen: NDArray[Any]  # [1] int64, steps that entered
+    ring: memoryview[Any]  # [4, W] float64: loss, norm and their squares
+    width: int  # W
+    sums: memoryview[Any]  # [4] float64
+    seen: memoryview[Any]  # [1] int64, steps that entered
     limits: tuple[float, ...]  # of the two z-scores, float32 values
 
 
 def window_of(ring: Tensor, sums: Tensor, seen: Tensor, *, limits: Tensor) -> Window:
-    """Return CPU tensors as arrays that share their memory."""
-    return Window(ring.numpy(), sums.numpy(), seen.numpy(), tuple(limits.tolist()))
+    """Return CPU tensors as views of their memory."""
+    return Window(_view(ring), ring.shape[1], _view(sums), _view(seen), tuple(limits.tolist()))
+
+
+def _view(tensor: Tensor) -> Any:
+    return tensor.numpy().data
 
 
 def judge(loss: Tensor, norm: Tensor, *, window: Window) -> Verdict:
     """Judge one step, whose loss [] and norm [] are on the host, and enter them into the window."""
-    (x, y), width, count = (float(loss), float(norm)), window.ring.shape[1], int(window.seen[0])
+    ring, width, sums, seen, limits = window
+    x, y, count = float(loss), float(norm), seen[0]
     slot = count % width
     entry = (x, y, x * x, y * y)
-    old = window.ring[:, slot].tolist()
-    new = [s - o + e for s, o, e in zip(window.sums.tolist(), old, entry, strict=True)]
+    new = [sums[row] - ring[row, slot] + entry[row] for row in range(4)]
     loss_z = norm_z = math.nan
     if count >= width:
         loss_z = _z(x, total=new[0], squares=new[2], width=width)
         norm_z = _z(y, total=new[1], squares=new[3], width=width)
     code = math.isfinite(x) + 2 * math.isfinite(y)
     if code == 3:
-        window.ring[:, slot] = entry
-        window.sums[:] = new
-        window.seen[0] = count + 1
+        for row in range(4):
+            ring[row, slot], sums[row] = entry[row], new[row]
+        seen[0] = count + 1
     # llm.c compares float32; an infinite z does not count.
-    code += 4 * (window.limits[0] < ctypes.c_float(loss_z).value < math.inf)
-    code += 8 * (window.limits[1] < ctypes.c_float(norm_z).value < math.inf)
-    reason = reason_of(code)
-    return Verdict(torch.tensor(reason == 0), _double(loss_z), _double(norm_z), torch.tensor(reason))
+    code += 4 * (limits[0] < ctypes.c_float(loss_z).value < math.inf)
+    code += 8 * (limits[1] < ctypes.c_float(norm_z).value < math.inf)
+    apply, reason = _FINDINGS[code]
+    return Verdict(apply, _float64(loss_z), _float64(norm_z), reason)
 
 
 def reason_of(code: int) -> int:
@@ -62,13 +67,13 @@ def reason_of(code: int) -> int:
     return (~code & 3) | (4 if code & 4 else code & 8)
 
 
-def _double(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
 def _z(x: float, *, total: float, squares: float, width: int) -> float:
     mean = total / width
     variance = squares / width - mean * mean
     if variance == 0:
         return 0.0
     return (x - mean) / math.sqrt(variance) if not variance < 0 else math.nan
+
+
+_float64 = HostScalars(torch.float64)
+_FINDINGS = [(torch.tensor(reason == 0), torch.tensor(reason)) for reason in map(reason_of, range(16))]

@@ -40,24 +40,25 @@ class LlmcLogger:
         self._on_resume = on_resume
         self._score = score
         self._fsync = fsync
-        self._path: Path | None = None
+        self._path = ""
 
     def open(self, run: RunInfo) -> None:
         """Empty the file on a fresh start; mend it, and rewind it if asked to, on a resume."""
-        self._path = run.dir / "main.log"
+        path = run.dir / "main.log"
+        self._path = str(path)
         if not run.resumed:
-            with self._path.open("wb"):
+            with path.open("wb"):
                 return
-        if self._path.exists():
-            _mend_last_line(self._path)
+        if path.exists():
+            _mend_last_line(path)
             if self._on_resume == "rewind":
-                _rewind(self._path, start_step=run.start_step)
+                _rewind(path, start_step=run.start_step)
 
     def log(self, event: Event) -> None:
         """Append the event's line; events that llm.c has no line for are left out."""
         text = line(event, score=self._score)
         if text is not None:
-            assert self._path is not None, "open() comes before log()"
+            assert self._path, "open() comes before log()"
             _append(self._path, text.encode("ascii"), fsync=self._fsync)
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
@@ -84,7 +85,7 @@ def _c_float(value: float, decimals: int) -> str:
     return f"{single:.{decimals}f}"
 
 
-def _append(path: Path, data: bytes, *, fsync: bool) -> None:
+def _append(path: str, data: bytes, *, fsync: bool) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         written = os.write(fd, data)

@@ -60,7 +60,7 @@ class WandbLogger:
         self._close_s = close_s
         self._id = secrets.token_hex(4)
         self._saved_id: str | None = None
-        self._queue: queue.Queue[Event | None] = queue.Queue(_QUEUE_EVENTS)
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._go = threading.Event()  # the first step is done
         self._started = threading.Event()  # wandb is ready, or has failed
@@ -86,12 +86,12 @@ class WandbLogger:
         """Hand the event to the worker; never waits."""
         if self._off or not self._wanted(event):
             return
-        if isinstance(event, TrainStep):
-            self._go.set()
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
+        if self._queue.qsize() >= _QUEUE_EVENTS:
             self._give_up(f"it is {_QUEUE_EVENTS} events behind")
+            return
+        self._queue.put(event)
+        if isinstance(event, TrainStep) and not self._go.is_set():
+            self._go.set()
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """Send what is left and end the wandb run, within `close_s` seconds."""
@@ -103,8 +103,7 @@ class WandbLogger:
         self._closing.set()
         if not self._started.wait(0.5 * self._close_s) and self._connecting:
             _release_service()  # ends the wait for a silent server; the rows then go to an offline run
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
+        self._queue.put(None)
         self._worker.join(max(0.0, deadline - time.monotonic()))
         if self._worker.is_alive():
             self._give_up(f"it did not finish within {self._close_s:g} s (logger.wandb.close_s)")

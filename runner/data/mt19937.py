@@ -31,10 +31,16 @@ class Twister:
     def draws(self, n: int) -> NDArray[np.uint32]:
         """Return the next `n` words."""
         self._drawn |= n > 0
+        self._packed = b""
         return self._bits.random_raw(n).astype(np.uint32)
 
     def to_bytes(self) -> bytes:
         """Return the state as llm.c's struct mt19937_state."""
+        if not self._packed:
+            self._packed = self._pack()
+        return self._packed
+
+    def _pack(self) -> bytes:
         state = self._bits.state["state"]
         left = _WORDS + 1 - int(state["pos"])
         # llm.c counts `next_` from 0 until its first refill, which comes with the first draw.
@@ -54,6 +60,7 @@ class Twister:
         self._drawn = following != 0
 
     def _place(self, key: NDArray[np.uint32], position: int) -> None:
+        self._packed = b""  # kept from one draw to the next, as a state is asked for with every batch
         self._bits.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
 
 
