@@ -61,6 +61,7 @@ CONTENDERS: dict[str, Callable[[Workload, int], None]] = {
     **{f"runner-{p}": functools.partial(runner_loop, precision=p) for p in ("fp32", "bf16")},
     "runner-bf16-no-wandb": functools.partial(runner_loop, precision="bf16", more=("~logger.wandb",)),
     **{f"kernels-{p}": functools.partial(kernels_loop, precision=p) for p in ("fp32", "bf16")},
+    "kernels-bf16-again": functools.partial(kernels_loop, precision="bf16"),
     "nanogpt": functools.partial(bare_loop),
     "nanogpt-compiled": functools.partial(bare_loop, compiled=True),
     "compiled-bf16": functools.partial(bare_loop, compiled=True, fused=True, bf16=True),

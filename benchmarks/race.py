@@ -118,6 +118,18 @@ def race(
     return laps, racers
 
 
+def races(
+    names: Sequence[str], workload: str, *, threads: int, rounds: int, steps: int, processes: int
+) -> dict[str, list[Lap]]:
+    """Race several processes of each contender, one after the other; return the laps of all."""
+    laps: dict[str, list[Lap]] = {name: [] for name in names}
+    for _ in range(processes):
+        some, _ = race(names, workload, threads=threads, rounds=rounds, steps=steps)
+        for name in names:
+            laps[name] += some[name]
+    return laps
+
+
 def percentile(values: Sequence[float], p: float) -> float:
     """Return a percentile by linear interpolation."""
     ranked = sorted(values)

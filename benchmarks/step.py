@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.race import race, ratio
+from benchmarks.race import race, races, ratio
 from benchmarks.results import Row
 
-BARE = ("kernels-bf16", "runner-bf16")
+BARE = ("kernels-bf16", "runner-bf16", "kernels-bf16-again")
+SHORT = 20  # steps per turn from which on a step is so short that processes must be compared, not steps
+PROCESSES = 5  # of each program: where their memory lies makes two of one kind differ by 2 %
 LLAMA = ("plain-fp32", "plain-bf16", "runner-fp32", "runner-bf16")
 
 
@@ -23,9 +25,13 @@ def measure(*, threads: int, rounds: int, steps: dict[str, int]) -> list[Row]:
                     Row(f"{name} {precision}: step / plain torch modules", value, "x", must, want, how)
                 )
             continue
-        laps, _ = race(BARE, name, threads=threads, rounds=rounds, steps=turn)
+        processes = PROCESSES if turn >= SHORT else 1
+        laps = races(BARE, name, threads=threads, rounds=rounds, steps=turn, processes=processes)
+        how += f", {processes} processes each"
         value = ratio(laps, "runner-bf16", "kernels-bf16", metric=metric)
         rows.append(Row(f"{name} bf16: step / same kernels, bare loop", value, "x", 1.02, 1.005, how))
+        value = ratio(laps, "kernels-bf16-again", "kernels-bf16", metric=metric)
+        rows.append(Row(f"{name} bf16: bare loop / itself, another process", value, "x", None, None, how))
     return rows
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ class HostScalars:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._free: list[Tensor] = []
-        self._memory = memoryview(b"")
+        self._memory: Any = memoryview(b"")
 
     def __call__(self, value: float) -> Tensor:
         """Return `value`, rounded to the dtype."""

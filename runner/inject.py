@@ -44,7 +44,8 @@ class Inject:
         self._nan_grad = frozenset(nan_grad_at or ())
         self._spike = frozenset(spike_loss_at or ())
         self._here = rank == this_rank
-        self._at = {"raise": raise_at, "hang": hang_at, "kill": kill_at}
+        at = {"raise": raise_at, "hang": hang_at, "kill": kill_at}
+        self._at = {what: step for what, step in at.items() if step is not None}
         self._slow_step_s, self._slow_save_s = slow_step_s, slow_save_s
         self._fail_saves, self._errno = frozenset(fail_saves or ()), getattr(errno, fail_with)
         self._logger, self._logger_at = break_logger, frozenset(break_logger_at or ())
@@ -54,7 +55,7 @@ class Inject:
         """Do to the chosen rank what is due before `step`."""
         if not self._here:
             return
-        due = [what for what, at in self._at.items() if at == step]
+        due = [what for what, at in self._at.items() if at == step] if self._at else []
         if "kill" in due:
             os.kill(os.getpid(), signal.SIGKILL)
         if "raise" in due:

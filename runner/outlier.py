@@ -62,9 +62,9 @@ class ZScore:
 
     def __call__(self, loss: Tensor, norm: Tensor) -> Verdict:
         """Judge one step; `loss` and `norm` are the global mean loss [] and gradient norm []."""
-        self._move(loss.device)
-        if loss.device.type == "cpu" and not self.robust:
+        if loss.is_cpu and self._ring.is_cpu and not self.robust:
             return judge(loss, norm, window=self._host_window)
+        self._move(loss.device)
         kernels = native.triton_kernels() if loss.is_cuda else None
         if kernels is None or (self.robust and self.window > kernels.WIDTH):
             return self._on_device(loss, norm)

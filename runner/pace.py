@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from runner.api import Engine, Ranks
+
+_UNTIMED = nullcontext()
 
 
 class Pace:
@@ -27,12 +29,12 @@ class Pace:
         self._steps = 0
         self._pairs: list[tuple[Any, Any]] = []
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Time what happens inside: the part of a step before the rank waits for the others."""
-        if not self._every:
-            yield
-            return
+        return self._timed() if self._every else _UNTIMED
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         start = self._now()
         yield
         self._steps += 1

@@ -148,8 +148,10 @@ class Session:
 
         A GPU waits for its copies by itself, so the host only waits where a brief checkpoint is completed.
         """
+        if not self.store.pending:
+            return
         on_gpu = self.engine.device.type == "cuda"
-        if not self.store.pending or (on_gpu and not self.store.brief):
+        if on_gpu and not self.store.brief:
             self.emit(self.store.before_update())
             return
         if on_gpu:  # what it computes meanwhile is the step's own time

@@ -17,7 +17,8 @@ from runner.data.stream import Position
 class Counting:
     """A source whose batch k holds k; fails at `fail_at`."""
 
-    def __init__(self, *, fail_at=None):
+    def __init__(self, *, fail_at=None, take_s=0.0):
+        self.take_s = take_s
         self.taken = 0
         self.closed = False
         self.fail_at = fail_at
@@ -29,8 +30,9 @@ class Counting:
     def take(self):
         if self.taken == self.fail_at:
             raise ValueError(f"bad token in batch {self.taken}")
+        time.sleep(self.take_s)
         self.taken += 1
-        return np.full((2, 2, 3), self.taken - 1)
+        return np.stack([np.full((2, 3), self.taken - 1), np.full((2, 3), -self.taken)])
 
     def state_dict(self):
         return {"taken": self.taken}
@@ -48,25 +50,37 @@ def threads():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    prefetch=st.integers(1, 4),
-    moves=st.lists(st.one_of(st.just("next"), st.just("save"), st.just("load")), max_size=40),
+    prefetch=st.integers(0, 4),
+    moves=st.lists(st.one_of(st.just("next"), st.just("save"), st.just("load")), max_size=60),
 )
-def test_prefetch_equals_no_prefetch(prefetch, moves):
-    plain, ahead = Loader(Counting()), Loader(Counting(), prefetch=prefetch)
-    saved = plain.state_dict()
-    assert ahead.state_dict() == saved
+def test_reading_ahead_equals_reading(prefetch, moves):
+    source, loader = Counting(), Loader(Counting(), prefetch=prefetch)
+    saved = source.state_dict()
     for move in moves:
         if move == "next":
-            assert torch.equal(plain.next().inputs, ahead.next().inputs)
+            inputs, targets = source.take()
+            batch = loader.next()
+            assert (batch.inputs.numpy() == inputs).all()
+            assert (batch.targets.numpy() == targets).all()
         elif move == "save":
-            saved = plain.state_dict()
+            saved = source.state_dict()
         else:
-            plain.load_state_dict(saved)
-            ahead.load_state_dict(saved)
-        assert plain.state_dict() == ahead.state_dict()
-        assert plain.position == ahead.position
-    ahead.close()
+            source.load_state_dict(saved)
+            loader.load_state_dict(saved)
+        assert loader.state_dict() == source.state_dict()
+        assert loader.position == source.position
+    loader.close()
     assert not threads()
+
+
+def test_without_a_thread_quick_batches_are_read_a_few_at_a_time_and_slow_ones_singly():
+    quick, slow = Counting(), Counting(take_s=0.001)
+    for source, most in ((quick, 16), (slow, 1)):
+        loader = Loader(source)
+        for handed_out in range(1, 40):
+            loader.next()
+            assert handed_out <= source.taken < handed_out + most
+        loader.close()
 
 
 def test_reads_at_most_depth_ahead():

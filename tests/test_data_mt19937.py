@@ -95,4 +95,4 @@ def test_state_roundtrip_anywhere(seed, cuts):
         resumed.from_bytes(broken.to_bytes())
         broken = resumed
         assert straight.draws(cut).tolist() == broken.draws(cut).tolist()
-    assert straight.to_bytes() == broken.to_bytes()
+        assert straight.to_bytes() == broken.to_bytes()

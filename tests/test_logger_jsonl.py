@@ -4,6 +4,7 @@ import json
 import math
 import struct
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +68,11 @@ def test_floats_read_back_to_the_same_bits(loss, lr):
     assert struct.pack("d", float(got["train/lr"])) == struct.pack("d", lr)
     assert math.isnan(loss) or float(got["train/loss"]) == loss
     assert not math.isnan(loss) or math.isnan(float(got["train/loss"]))
+
+
+def test_numpys_numbers_of_a_plugin_are_numbers():
+    for value in (np.float64(0.1), np.float32(0.5), np.int64(3), 3, True):
+        assert strict(line(Score(8, 'sc"ore', value), time_s=0.0))['eval/sc"ore'] == value
 
 
 def test_resume_rewinds_to_the_checkpoint_and_drops_a_torn_line(tmp_path, caplog):

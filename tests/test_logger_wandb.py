@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.api import ValLoss
 from runner.plugins.logger.wandb import WandbLogger
 
 ROOT = Path(__file__).parent.parent
@@ -211,6 +212,16 @@ print(_resolve_mode("auto", settings=wandb.setup().settings))
     env = clean | {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.stdout.split() == ["online" if source == "netrc" else "offline"], done.stderr
+
+
+def test_more_events_than_memory_has_room_for_switch_wandb_off(monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules[WandbLogger.__module__], "_QUEUE_EVENTS", 3)
+    logger = WandbLogger()  # not opened: nobody takes an event out
+    for step in range(5):
+        logger.log(ValLoss(step, 1.0))
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb is switched off, training goes on: it is 3 events behind"
+    ]
 
 
 def test_disabled_does_nothing(tmp_path):

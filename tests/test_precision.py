@@ -54,8 +54,10 @@ def test_formats_of_each_mode() -> None:
     ):
         precision = Precision(mode=mode)  # type: ignore[arg-type]
         context = precision.autocast(CPU)
-        for _ in range(2):  # a factory: each call gives a fresh context
+        for _ in range(2):  # a factory: each call gives a context that may be entered, also inside another
             with context():
+                with context():
+                    assert (x @ x).dtype == product
                 assert (x @ x).dtype == product
         assert (x @ x).dtype == torch.float32
         assert precision.param_dtype(CPU) == stored

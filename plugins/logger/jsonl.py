@@ -72,17 +72,15 @@ def line(event: Event, *, time_s: float) -> str:
     values: dict[str, Any] = {"event": type(event).__name__, "step": event.step, "time": round(time_s, 3)}
     values |= metrics(event)
     for name in _FIELDS[type(event).__name__]:
-        value = getattr(event, name)
-        if type(value) is not float:
-            values[name] = value
+        values[name] = getattr(event, name)
     form = _FORMS.get
     items = [f"{_quoted(name)}: {form(type(value), _other)(value)}" for name, value in values.items()]
     return "{" + ", ".join(items) + "}\n"
 
 
-_NAMED = ("step", "tokens", "skipped")  # numbers that a row has already
+_NAMED = ("step", "tokens", "skipped")  # numbers that a row has already, as it has all floats
 _FIELDS = {
-    kind.__name__: tuple(field.name for field in dataclasses.fields(kind) if field.name not in _NAMED)
+    kind.__name__: [f.name for f in dataclasses.fields(kind) if f.name not in _NAMED and f.type != "float"]
     for kind in get_args(Event)
 }
 
