@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import shutil
 import time
 import uuid
 from pathlib import Path
@@ -14,6 +16,9 @@ from tests.commands import SMALL, run
 from tests.sweep_cases import folder, gone, kill, start
 
 optuna = pytest.importorskip("optuna")
+JournalStorage = optuna.storages.JournalStorage
+JournalFileBackend = optuna.storages.journal.JournalFileBackend
+CREATE_TRIAL = 4  # optuna's number for this kind of line in its journal
 
 RANGES = ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "scheduler.warmup_steps=range(2,12,2)")
 SEARCH = (*SMALL, "sweep=search", *RANGES, "sweep.parallel=2", "sweep.search.startup_trials=2")
@@ -21,9 +26,6 @@ SEARCH = (*SMALL, "sweep=search", *RANGES, "sweep.parallel=2", "sweep.search.sta
 
 def trials(cwd: Path) -> list[str]:
     """Return the states of a study's trials, by number."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
     storage = JournalStorage(JournalFileBackend(str(folder(cwd) / "study.journal")))
     study = optuna.load_study(study_name=None, storage=storage)
     return [trial.state.name for trial in study.trials]
@@ -48,6 +50,26 @@ def killed_and_repeated(cwd: Path, *, count: int, at: int) -> None:
 
 def test_a_killed_search_ends_with_its_number_of_trials(tmp_path: Path) -> None:
     killed_and_repeated(tmp_path, count=3, at=1)
+
+
+def params(cwd: Path) -> list[dict[str, object]]:
+    """Return the values of a study's trials, by number."""
+    storage = JournalStorage(JournalFileBackend(str(folder(cwd) / "study.journal")))
+    return [trial.params for trial in optuna.load_study(study_name=None, storage=storage).trials]
+
+
+def test_a_trial_gets_the_values_that_a_kill_came_before(tmp_path: Path) -> None:
+    command = (*SEARCH, "sweep.parallel=1", "sweep.search.trials=2")
+    run(*command, cwd=tmp_path)
+    wanted = params(tmp_path)
+    journal = folder(tmp_path) / "study.journal"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    created = max(at for at, line in enumerate(lines) if json.loads(line)["op_code"] == CREATE_TRIAL)
+    for written in (0, 1):  # of its two values
+        journal.write_bytes(b"".join(lines[: created + 1 + written]))
+        shutil.rmtree(max(folder(tmp_path).glob("*/result.json")).parent)
+        assert "(2/2)" in run(*command, cwd=tmp_path)
+        assert params(tmp_path) == wanted
 
 
 @pytest.mark.slow

@@ -92,17 +92,27 @@ class Trials:
 
     def take(self) -> Cell | None:
         """Return the cell of a trial that was interrupted, or of a new one; None when there are enough."""
-        import optuna
-
         if self._left_running:
-            frozen = self._left_running.pop(0)
-            trial = optuna.trial.Trial(self._study, frozen._trial_id)
+            trial = self._continued(self._left_running.pop(0))
         elif len(self._study.get_trials(deepcopy=False)) < self._settings.trials:
             self._study.sampler = sampler(self._settings, len(self._study.get_trials(deepcopy=False)))
             trial = self._study.ask(self._distributions)
         else:
             return None
         return self._cell(trial)
+
+    def _continued(self, frozen: Any) -> Any:
+        """Return a trial that was left running, with the values that a kill may have come before."""
+        import optuna
+
+        self._study.sampler = sampler(self._settings, frozen.number)
+        trial = optuna.trial.Trial(self._study, frozen._trial_id)
+        for key, distribution in self._distributions.items():
+            if key in frozen.params:  # drawn again, for the generator to stand where it stood
+                self._study.sampler.sample_independent(self._study, frozen, key, distribution)
+            else:
+                trial._suggest(key, distribution)
+        return trial
 
     def _cell(self, trial: Any) -> Cell:
         values = {key: trial.params[key] for key in self._distributions}
