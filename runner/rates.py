@@ -34,7 +34,7 @@ class Rates:
         for later in range(step + 1, min(step + _AHEAD, self._steps)):
             try:
                 rates.append(self._rate(later))
-            except Exception:  # it is asked again if the run gets there
+            except (Exception, SystemExit):  # it is asked again if the run gets there
                 break
         return rates
 

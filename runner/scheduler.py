@@ -188,7 +188,7 @@ def rate_at(scheduler: Scheduler, step: int, *, steps: int) -> float:
         lr = math.nan
     if not 0 <= lr < math.inf:
         raise ValueError(
-            f"scheduler: the learning rate at step {step} of {steps} is {given}; "
+            f"scheduler: the learning rate at step {step} of {steps} is {given!r}; "
             "it must be a float32 number, finite and not negative: check optimizer.lr and the scheduler's "
             "settings"
         )
