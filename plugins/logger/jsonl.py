@@ -94,10 +94,16 @@ def _list(value: Sequence[Any]) -> str:
 
 
 def _other(value: Any) -> str:
-    """Return what a plugin may have put where a plain number belongs, as numpy's are."""
-    if isinstance(value, numbers.Integral):
-        return repr(int(value))
-    return _float(float(value)) if isinstance(value, numbers.Real) else json.dumps(value, allow_nan=False)
+    """Return what a plugin may have put where a plain value belongs: numpy's numbers, 0-d tensors, lists.
+
+    Raises:
+        TypeError: it is nothing of that kind.
+    """
+    if isinstance(value, (list, tuple)):
+        return _list(value)
+    if value is None or isinstance(value, (str, dict)):
+        return json.dumps(value, allow_nan=False)
+    return repr(int(value)) if isinstance(value, numbers.Integral) else _float(float(value))
 
 
 _FORMS: dict[type, Callable[[Any], str]] = {
