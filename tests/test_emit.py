@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 
+import pytest
 import torch
 
 from runner.api import Note, Score, ValLoss
 from runner.emit import Emitter
+from runner.plugins.logger.jsonl import JsonlLogger
+from runner.plugins.logger.llmc import LlmcLogger
+from tests.test_logger_llmc import run_info
 
 
 class Kept:
@@ -75,3 +81,22 @@ def test_only_the_first_of_many_events_without_a_form_is_told():
     told = [event for event in view.events if isinstance(event, Note)]
     assert [(note.level, note.step) for note in told] == [("error", 3)]
     assert "this Score is left out" in told[0].text
+
+
+@pytest.mark.parametrize("name", ["llmc", "jsonl"])
+def test_a_line_that_could_not_be_synced_stands_there_once(name, tmp_path, monkeypatch):
+    logger = {"llmc": LlmcLogger, "jsonl": JsonlLogger}[name](fsync=True)
+    emitter = Emitter({name: logger})
+    emitter.open(run_info(tmp_path))
+    sync = os.fsync
+    for step, loss in enumerate(LOSSES):
+        monkeypatch.setattr(os, "fsync", fails if step in (2, 3, 6) else sync)
+        emitter([loss])
+    assert emitter.close("finished") == []
+    (path,) = tmp_path.glob("m*")
+    found = [int(match) for match in re.findall(r'(?m)^(?:s:|.*"step": )(\d+)', path.read_text())]
+    assert found == list(range(len(LOSSES)))
+
+
+def fails(fd):
+    raise FULL
