@@ -18,20 +18,22 @@ SHOWS = "console"
 """The logger that a person watches."""
 
 _KEPT = 100_000
+_UNWRITABLE = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 
 
 class Emitter:
     """Fan out events to named loggers.
 
     A logger that raises is reported once and dropped: a dead dashboard must not end a week of training.
-    The record keeps what it could not write (a full disk) and writes it, in order, once it can.
+    The record keeps what it could not write (a full disk) and writes it, in order, once it can; an event
+    that has no form there, because a plugin put something else where a number belongs, is left out.
     """
 
     def __init__(self, loggers: Mapping[str, Logger], *, rank: int = 0) -> None:
         self.loggers = dict(loggers)
         self._rank = rank
         self._waiting: dict[str, deque[Event]] = {}
-        self._lost: Counter[str] = Counter()  # lines of a record that memory had no room for
+        self._lost: Counter[str] = Counter()  # lines of a record that it will never hold
         self._at = 0  # the step of the last event
 
     def open(self, run: RunInfo) -> None:
@@ -78,6 +80,8 @@ class Emitter:
         except Exception as error:
             if name not in RECORDS:
                 self._drop(name, error, event.step)
+            elif isinstance(error, _UNWRITABLE):
+                self._leave_out(name, error, event)
             elif not waiting:
                 self._waiting[name] = deque([event], maxlen=_KEPT)
                 self._tell(
@@ -86,8 +90,18 @@ class Emitter:
 
     def _catch_up(self, name: str, waiting: deque[Event]) -> None:
         while waiting:
-            self.loggers[name].log(waiting[0])
+            try:
+                self.loggers[name].log(waiting[0])
+            except _UNWRITABLE as error:
+                self._leave_out(name, error, waiting[0])
             waiting.popleft()
+
+    def _leave_out(self, name: str, error: Exception, event: Event) -> None:
+        """Count an event that will never be written as lost: waiting for it would cost all later ones."""
+        if not self._lost[name]:
+            what = type(event).__name__
+            self._tell(Note(event.step, f"logger.{name}: {_text(error)}; this {what} is left out", "error"))
+        self._lost[name] += 1
 
     def _drop(self, name: str, error: Exception, step: int) -> None:
         del self.loggers[name]
@@ -123,7 +137,7 @@ class Emitter:
             log.error("logger.%s: %s; %d of its lines are lost", name, _text(error), lost)
             return False
         if self._lost[name]:
-            log.error("logger.%s: could not be written for long; %d lines are lost", name, self._lost[name])
+            log.error("logger.%s: %d lines are lost: left out, or kept for too long", name, self._lost[name])
         return not self._lost[name]
 
     def state_dict(self) -> dict[str, Any]:

@@ -130,10 +130,10 @@ def metrics(event: Event) -> dict[str, float]:
             named["val/bits_per_byte"] = event.bits_per_byte
         return named
     if isinstance(event, Score):
-        return {f"eval/{event.name}": event.value}
+        return {f"eval/{event.name}": float(event.value)}  # a plugin's may be numpy's or a tensor
     if isinstance(event, Saved):
         return {"checkpoint/step": float(event.step), "checkpoint/blocked_ms": event.blocked_ms}
-    if isinstance(event, Ranks):
+    if isinstance(event, Ranks) and event.step_ms:
         return {"perf/slowest_rank_ms": max(event.step_ms), "perf/fastest_rank_ms": min(event.step_ms)}
     if isinstance(event, GpuState):
         named = {

@@ -25,7 +25,7 @@ class HostScalars:
     def __call__(self, value: float) -> Tensor:
         """Return `value`, rounded to the dtype."""
         if not self._free:
-            block = torch.empty(_BLOCK, dtype=self._dtype)
+            block = torch.empty(_BLOCK, dtype=self._dtype, device="cpu")
             self._free, self._memory = list(block.unbind()), block.numpy().data
         scalar = self._free.pop()
         self._memory[len(self._free)] = value

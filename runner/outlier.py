@@ -128,6 +128,7 @@ class ZScore:
             return
         for name in ("_ring", "_sums", "_width", "_seen", "_limits", "_bits", "_reasons"):
             setattr(self, name, getattr(self, name).to(device))
+        self.__dict__.pop("_host_window", None)  # it is a view of the memory that was left
 
 
 class Median:

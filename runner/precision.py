@@ -55,7 +55,7 @@ class Precision:
     def autocast(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
         """Return a factory of the context that forward passes run in."""
         if self.resolve(device) in ("bf16", "fp8"):
-            return _reused(partial(torch.autocast, device.type, dtype=torch.bfloat16), kind=device.type)
+            return _reused(partial(torch.autocast, device.type, dtype=torch.bfloat16))
         return nullcontext
 
     def apply(self, device: torch.device) -> dict[str, str]:
@@ -101,10 +101,20 @@ class Precision:
         return "torch"
 
 
-def _reused(make: Callable[[], torch.autocast], *, kind: str) -> Callable[[], torch.autocast]:
-    """Hand out one context again and again, which is quicker than making it; inside itself, another."""
+def _reused(make: Callable[[], torch.autocast]) -> Callable[[], torch.autocast]:
+    """Hand out one context again and again, which is quicker than making it; inside of any, another.
+
+    A context keeps what it has to put back in itself, so it must not be entered twice at a time, not even
+    where a part of a model has switched autocast off in between.
+    """
     context = make()
-    return lambda: make() if torch.is_autocast_enabled(kind) else context
+
+    def hand_out() -> torch.autocast:
+        inside = torch.autocast_increment_nesting() > 1
+        torch.autocast_decrement_nesting()
+        return make() if inside else context
+
+    return hand_out
 
 
 def _matmul_error() -> float:

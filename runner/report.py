@@ -47,7 +47,8 @@ def write_report(histories: Sequence[History], folder: str | Path) -> Path:
     else:
         plot_runs(ranked, folder / "report.png", labels=labels(ranked))
     page = folder / "report.html"
-    page.write_text(_page(ranked, picture=folder / "report.png"), encoding="utf-8")
+    text = _page(ranked, picture=folder / "report.png")
+    page.write_text(text, encoding="utf-8", errors="backslashreplace")  # a sample may hold half a character
     return page
 
 

@@ -169,22 +169,28 @@ def decay_start(total_steps: int, *, decay_frac: float | None = None, decay_step
 
 def curve(scheduler: Scheduler, steps: int, *, at: Iterable[int] | None = None) -> list[float]:
     """Return the rates at the steps `at` of a run (None: all), or raise one line about the first bad one."""
-    return [_checked(scheduler, step, steps=steps) for step in (range(steps) if at is None else at)]
+    return [rate_at(scheduler, step, steps=steps) for step in (range(steps) if at is None else at)]
 
 
 def probe(scheduler: Scheduler, steps: int) -> None:
     """Raise one line if a schedule cannot serve a run; of a long run a few thousand steps are tried."""
     stride = max(steps // _PROBES, 1)
     for step in {*range(0, steps, stride), steps - 1}:
-        _checked(scheduler, step, steps=steps)
+        rate_at(scheduler, step, steps=steps)
 
 
-def _checked(scheduler: Scheduler, step: int, *, steps: int) -> float:
-    lr = scheduler(step)
-    if not (math.isfinite(lr) and lr >= 0):
+def rate_at(scheduler: Scheduler, step: int, *, steps: int) -> float:
+    """Return the rate of a step as the float32 value that is used; one line if there cannot be one."""
+    given = scheduler(step)
+    try:
+        lr = math.nan if isinstance(given, str) else ctypes.c_float(float(given)).value
+    except (TypeError, ValueError, RuntimeError):  # None, several numbers
+        lr = math.nan
+    if not 0 <= lr < math.inf:
         raise ValueError(
-            f"scheduler: the learning rate at step {step} of {steps} is {lr}; "
-            "it must be finite and not negative: check optimizer.lr and the scheduler's settings"
+            f"scheduler: the learning rate at step {step} of {steps} is {given!r}; "
+            "it must be a float32 number, finite and not negative: check optimizer.lr and the scheduler's "
+            "settings"
         )
     return lr
 

@@ -1,5 +1,6 @@
 """Shard files: what is refused and how, exact reading, safe writing."""
 
+import errno
 import hashlib
 import json
 import os
@@ -190,3 +191,16 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_shard(path, np.arange(9, dtype=np.uint16))
     assert path.read_bytes() == before
+
+
+def test_a_failing_read_names_its_file(tmp_path, monkeypatch):
+    write_shard(tmp_path / "x.bin", np.arange(100, dtype=np.uint16))
+    reader = ShardReader([read_header(tmp_path / "x.bin")])
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        reader.read(0, start=0, count=10)
+    assert caught.value.filename == str(tmp_path / "x.bin")

@@ -5,6 +5,8 @@ import math
 import struct
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,8 +73,27 @@ def test_floats_read_back_to_the_same_bits(loss, lr):
 
 
 def test_numpys_numbers_of_a_plugin_are_numbers():
-    for value in (np.float64(0.1), np.float32(0.5), np.int64(3), 3, True):
+    numbers = (
+        np.float64(0.1),
+        np.float32(0.5),
+        np.int64(3),
+        np.True_,
+        3,
+        True,
+        torch.tensor(0.1),
+        torch.tensor(2),
+    )
+    for value in numbers:
         assert strict(line(Score(8, 'sc"ore', value), time_s=0.0))['eval/sc"ore'] == value
+        assert float(strict(line(ValLoss(8, value), time_s=0.0))["val/loss"]) == value
+
+
+def test_a_row_needs_numbers_but_not_of_every_rank():
+    assert strict(line(Ranks(8, ()), time_s=0.0))["step_ms"] == []
+    assert strict(line(Ranks(8, [1.0, np.nan]), time_s=0.0))["step_ms"] == [1.0, "NaN"]
+    for bad in (None, "much", 1j, 10**400, torch.ones(2)):
+        with pytest.raises((TypeError, ValueError, ArithmeticError, RuntimeError)):
+            line(Score(8, "x", bad), time_s=0.0)
 
 
 def test_resume_rewinds_to_the_checkpoint_and_drops_a_torn_line(tmp_path, caplog):

@@ -259,3 +259,15 @@ def test_the_host_and_the_device_arithmetic_have_the_same_bits(seed):
             assert a.numpy().tobytes() == b.numpy().tobytes() or (a.isnan() and b.isnan())
         for a, b in zip(host.state_dict().values(), device.state_dict().values(), strict=True):
             assert torch.equal(a, b)
+
+
+def test_the_hosts_view_of_the_window_does_not_outlive_a_move_to_another_device():
+    moved, fresh = ZScore(window=4), ZScore(window=4)
+    for loss in (1.0, 2.0):
+        judge(moved, loss)
+    moved._move(torch.device("meta"))
+    for name in ("_ring", "_sums", "_width", "_seen", "_limits", "_bits", "_reasons"):
+        setattr(moved, name, getattr(fresh, name).clone())
+    for loss in (3.0, 5.0, 4.0, 2.0, 6.0, 9.0):
+        assert same(*(float(judge(part, loss).loss_z) for part in (moved, fresh)))
+    assert all(torch.equal(moved.state_dict()[name], value) for name, value in fresh.state_dict().items())

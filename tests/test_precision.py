@@ -63,6 +63,24 @@ def test_formats_of_each_mode() -> None:
         assert precision.param_dtype(CPU) == stored
 
 
+def test_a_context_inside_of_others_puts_back_what_it_found() -> None:
+    context = Precision(mode="bf16").autocast(CPU)
+
+    def setting() -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    outside = setting()
+    with context():
+        bf16 = setting()
+        with torch.autocast("cpu", dtype=torch.float16), torch.autocast("cpu", enabled=False):
+            off = setting()
+            with context():
+                assert setting() == bf16
+            assert setting() == off
+        assert setting() == bf16
+    assert setting() == outside
+
+
 def test_apply_takes_onednn_only_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     for error, library, setting in ((3e-7, "onednn", "medium"), (3e-3, "torch", "highest")):
         monkeypatch.setattr(precision_module, "_matmul_error", lambda error=error: error)

@@ -1,6 +1,10 @@
 """A schedule asked ahead of the run gives the run the same rates and the same errors."""
 
+import math
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +17,11 @@ def test_any_order_of_steps_gets_the_schedules_own_rates(total, steps):
 
     def schedule(step):
         asked.append(step)
-        return 1.0 / (step + 1)
+        return 0.5 ** (step % 100)
 
     rates = Rates(schedule, steps=total)
     for step in (step % total for step in steps):
-        assert rates(step) == 1.0 / (step + 1)
+        assert rates(step) == 0.5 ** (step % 100)
     assert all(0 <= step < total for step in asked)  # what lies past the end may be an error
 
 
@@ -40,3 +44,20 @@ def test_a_long_run_asks_once_for_each_step():
     rates = Rates(lambda step: asked.append(step) or float(step), steps=1000)
     assert [rates(step) for step in range(1000)] == [float(step) for step in range(1000)]
     assert asked == list(range(1000))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1e-3, 1e300, None, "0.1", 1j, torch.ones(2)])
+def test_what_is_no_rate_ends_the_run_at_its_step_with_one_line(bad):
+    rates = Rates(lambda step: bad if step == 7 else 0.5, steps=50)
+    assert [rates(step) for step in range(7)] == [0.5] * 7
+    with pytest.raises(ValueError, match=r"^scheduler: the learning rate at step 7 of 50 is .* float32"):
+        rates(7)
+
+
+@pytest.mark.parametrize(
+    "given", [0.1, np.float64(0.1), np.float32(0.1), torch.tensor(0.1), torch.tensor(0.1).double(), 1, True]
+)
+def test_a_plugins_number_of_any_kind_becomes_the_float32_value_that_is_used(given):
+    rate = Rates(lambda step: given, steps=3)(0)
+    assert type(rate) is float
+    assert rate == float(np.float32(float(given)))

@@ -17,7 +17,7 @@ from runner.history import by_loss, differing, flatten, read_history, summarize
 from runner.plot import plot_run, smooth
 from runner.plugins.logger.jsonl import JsonlLogger
 from runner.plugins.logger.llmc import LlmcLogger
-from runner.report import labels, main, table
+from runner.report import labels, main, table, write_report
 from tests.test_logger_console import step
 from tests.test_logger_llmc import run_info
 
@@ -168,6 +168,16 @@ def test_the_page_needs_nothing_from_outside(runs, capsys):
 def command(*arguments):
     line = [sys.executable, "-m", "runner.report", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def test_half_a_character_in_a_sample_spoils_no_page(tmp_path):
+    logger = JsonlLogger()
+    logger.open(run_info(write_run(tmp_path / "a"), resumed=True, start_step=120))
+    logger.log(Sample(120, "\udcff", "<b>\ud800"))
+    logger.close("finished")
+    history = read_history(tmp_path / "a")
+    assert history.sample == "\udcff<b>\ud800"
+    assert "&lt;b&gt;\\ud800" in write_report([history], tmp_path).read_text()
 
 
 def test_command_for_one_run(tmp_path):

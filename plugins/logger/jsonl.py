@@ -51,11 +51,16 @@ class JsonlLogger:
         """Append the event's row with a single write."""
         data = line(event, time_s=time.time()).encode("ascii")
         written = os.write(self._fd, data)
-        if written != len(data):
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)  # a row is there whole or not at all
-            raise OSError(f"{self._path}: wrote {written} of {len(data)} bytes of a row; is the disk full?")
-        if self._fsync:
-            os.fsync(self._fd)
+        try:
+            if written != len(data):
+                raise OSError(
+                    f"{self._path}: wrote {written} of {len(data)} bytes of a row; is the disk full?"
+                )
+            if self._fsync:
+                os.fsync(self._fd)
+        except OSError:  # a row is there whole and once, as it will be tried again, or not at all
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """Close the file."""
@@ -94,10 +99,16 @@ def _list(value: Sequence[Any]) -> str:
 
 
 def _other(value: Any) -> str:
-    """Return what a plugin may have put where a plain number belongs, as numpy's are."""
-    if isinstance(value, numbers.Integral):
-        return repr(int(value))
-    return _float(float(value)) if isinstance(value, numbers.Real) else json.dumps(value, allow_nan=False)
+    """Return what a plugin may have put where a plain value belongs: numpy's numbers, 0-d tensors, lists.
+
+    Raises:
+        TypeError: it is nothing of that kind.
+    """
+    if isinstance(value, (list, tuple)):
+        return _list(value)
+    if value is None or isinstance(value, (str, dict)):
+        return json.dumps(value, allow_nan=False)
+    return repr(int(value)) if isinstance(value, numbers.Integral) else _float(float(value))
 
 
 _FORMS: dict[type, Callable[[Any], str]] = {

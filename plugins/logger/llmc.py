@@ -89,11 +89,14 @@ def _append(path: str, data: bytes, *, fsync: bool) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         written = os.write(fd, data)
-        if written != len(data):
-            os.ftruncate(fd, os.fstat(fd).st_size - written)  # a line is there whole or not at all
-            raise OSError(f"{path}: wrote {written} of {len(data)} bytes of a line; is the disk full?")
-        if fsync:
-            os.fsync(fd)
+        try:
+            if written != len(data):
+                raise OSError(f"{path}: wrote {written} of {len(data)} bytes of a line; is the disk full?")
+            if fsync:
+                os.fsync(fd)
+        except OSError:
+            os.ftruncate(fd, os.fstat(fd).st_size - written)  # a line is there whole and once or not at all
+            raise
     finally:
         os.close(fd)
 

@@ -174,7 +174,11 @@ def read_exactly(file: int, size: int, offset: int, *, path: Path) -> bytes:
     """Return `size` bytes from `offset` of an open file; OSError naming it if it ends first."""
     parts: list[bytes] = []
     while size > 0:
-        part = os.pread(file, size, offset)
+        try:
+            part = os.pread(file, size, offset)
+        except OSError as error:  # of a broken disk: it knows no name
+            error.filename = str(path)
+            raise
         if not part:
             raise OSError(
                 f"{path}: ended at byte {offset} while it was read: it is shorter than at the start"
