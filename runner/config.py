@@ -184,7 +184,11 @@ def build(node: Mapping[str, Any], *, trust: tuple[str, ...] = TRUSTED, **contex
     """
     target = str(node["_target_"])
     if not _allowed(target, trust):
-        raise TargetError(f"'{target}' is outside the trusted packages ({', '.join(trust)})")
+        root = target.split(".")[0]
+        raise TargetError(
+            f"'{target}' is outside the trusted packages ({', '.join(trust)}); "
+            f"if you trust it, runner.generate and runner.export take trust={root}"
+        )
     signature = signature_of(target)
     arguments: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():

@@ -66,7 +66,9 @@ def load_model(
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+        at = re.fullmatch(r"(.+)@(\d+)", str(path))
+        hint = f"; for a checkpoint write step={int(at[2])}" if at and Path(at[1]).exists() else ""
+        raise ValueError(f"{path}: no such file or folder{hint}")
     stored = _MODEL_FILE.fullmatch(path.name)
     if stored and step is None and int(stored[1]) in files.done_steps(path.parent):
         path, step = path.parent, int(stored[1])
@@ -83,13 +85,19 @@ def load_model(
     return loaded._replace(model=loaded.model.to(device).eval())
 
 
+def trusting(packages: str) -> tuple[str, ...]:
+    """Return what `trust=a,b` on a command line allows to be called, besides this package's own."""
+    return (*TRUSTED, *filter(None, packages.split(",")))
+
+
 # ---------------------------------------------------------------- run folders
 
 
 def _from_run(folder: Path, step: int | None, trust: tuple[str, ...]) -> Loaded:
     steps = files.done_steps(folder)
     if step is not None and step not in steps:
-        raise ValueError(f"{folder}: no checkpoint of step {step}; there are {steps or 'none'}")
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{folder}: no checkpoint of step {step}; there are {there}")
     if not steps:
         raise ValueError(f"{folder}: no complete checkpoint (DONE file) yet")
     recorded = manifest.read(folder) or {}
@@ -102,7 +110,9 @@ def _from_run(folder: Path, step: int | None, trust: tuple[str, ...]) -> Loaded:
             problems.append(str(error))
             continue
         tokenizer, name = _tokenizer_of_run(config, model, trust)
-        skipped = tuple(f"checkpoint skipped as damaged: {problem}" for problem in problems)
+        skipped = tuple(
+            f"checkpoint skipped as damaged: {problem}; took step {candidate}" for problem in problems
+        )
         return Loaded(model, tokenizer, info._replace(tokenizer=name, notes=skipped))
     raise ValueError(f"{folder}: nothing to load ({'; '.join(problems)})")
 

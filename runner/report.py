@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.arguments import home_paths
+from runner.command import leave
 from runner.fault import fault_line
 from runner.history import History, Summary, by_loss, differing, is_run, read_history, summarize
 from runner.home import settle_home
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m runner.report", description="Draw and compare runs.")
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold runs")
     parser.add_argument("--out", help="where to write (default: the run's folder, or the one they share)")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(home_paths(sys.argv[1:] if arguments is None else list(arguments)))
     settle_home()
     try:
         if len(given.runs) == 1 and (Path(given.runs[0]) / "cells.json").is_file():
@@ -195,4 +197,4 @@ def image(path: Path, *, title: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave("runner.report", main)
