@@ -72,8 +72,8 @@ def leave(name: str, main: Callable[[], int]) -> NoReturn:
     A reader that has seen enough (`| head`) ends it quietly, output that cannot be written with code 1.
     """
     open_descriptors()
-    sys.stdin = sys.stdin or open(0, closefd=False)
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     sys.stdout = Output(name)
     try:
         code = main()

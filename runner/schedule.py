@@ -59,7 +59,7 @@ def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
             config = compose("config", overrides=overrides)
         node = OmegaConf.to_container(config.scheduler, resolve=True)
         train = OmegaConf.to_container(config.train, resolve=True)
-        trust = trusted({"run": OmegaConf.to_container(config.run, resolve=True)})
+        run = OmegaConf.to_container(config.get("run", OmegaConf.create()), resolve=True)
     except Exception as error:
         lines = explain(error, overrides)
         if lines is None:
@@ -67,7 +67,7 @@ def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
         raise ValueError("\n".join(lines)) from None
     assert isinstance(node, dict)
     assert isinstance(train, dict)
-    steps = train["steps"]
+    trust, steps = trusted({"run": run}), train["steps"]
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"train.steps={steps} must be a whole number of at least 1 to draw a schedule")
     if problems := list(check_node({str(key): value for key, value in train.items()}, "train", trust)):
