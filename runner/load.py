@@ -139,7 +139,7 @@ def _tokenizer_of_run(
     config: Mapping[str, Any], model: nn.Module, trust: tuple[str, ...]
 ) -> tuple[Tokenizer | None, str | None]:
     data = config.get("data")
-    if not isinstance(data, Mapping):
+    if not isinstance(data, Mapping) or "_target_" not in data:
         return _tokenizer_by_size(model)
     tokenizer: Tokenizer | None = build(data, trust=trust).tokenizer
     return tokenizer, data.get("tokenizer") if tokenizer else None

@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
         if useless := unread(settings):
             raise ValueError("\n".join(useless))
         plan = compose_plan(_overrides(settings), conf=conf)
-        save_png(plan, out)
+        _save(plan, out)
     except (ValueError, OSError) as error:
         return told("runner.schedule", error)
     print(draw(plan))
@@ -152,6 +152,13 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
         print(f"{name:>12}  step {step:<8} lr {plan.rate(step):.9g}")
     print(f"{'image':>12}  {out}")
     return 0
+
+
+def _save(plan: Plan, out: Path) -> None:
+    try:
+        save_png(plan, out)
+    except OSError as error:
+        raise ValueError(f"out={out}: {error.strerror or error}; name another file with out=") from None
 
 
 def _image(arguments: Sequence[str]) -> Path:
