@@ -5,6 +5,7 @@ Weights are loaded in fp32, which holds bf16 and fp16 exactly; `Info.dtype` says
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from runner.config import TRUSTED, build
 from runner.data.tokenizer import tokenizer as tokenizer_for
 from runner.parallel.layout import layout_of
 from runner.weights import assign, assign_flat, fill, rows_of
+
+log = logging.getLogger(__name__)
 
 Node = dict[str, Any]
 
@@ -230,9 +233,12 @@ def initialise(model: nn.Module, init_from: str) -> None:
     match = re.fullmatch(r"(.+)@(\d+)", init_from)
     path, step = (match[1], int(match[2])) if match and not Path(init_from).exists() else (init_from, None)
     try:
-        source = load_model(path, step=step).model
+        loaded = load_model(path, step=step)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
+    for note in loaded.info.notes:
+        log.warning("%s: %s", key, note)
+    source = loaded.model
     _check_numbers(model, source, key)
     theirs = dict(source.named_parameters())
     for name, parameter in model.named_parameters():

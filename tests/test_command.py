@@ -13,6 +13,7 @@ import pytest
 from runner import export, generate, inspect, report, schedule
 from runner.command import keyed, whole
 from runner.data import prepare
+from runner.load import initialise, load_model
 from runner.sweep import status
 from tests.commands import ROOT, environment, run
 from tests.sessions import TINY, ran
@@ -150,7 +151,10 @@ def test_help_may_stand_anywhere(name: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_checkpoint_is_chosen_and_a_damaged_one_is_told(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def steps(folder: Path, *arguments: str) -> tuple[int, str]:
         assert generate.main([f"run={folder}", "max_tokens=2", "json=true", *arguments]) == 0
@@ -168,6 +172,8 @@ def test_a_checkpoint_is_chosen_and_a_damaged_one_is_told(
     assert step == 2
     assert said.startswith("runner.generate: warning: checkpoint skipped as damaged: ")
     assert said.endswith("took step 2\n")
+    initialise(load_model(torn).model, str(torn))
+    assert f"model.init_from={torn}: checkpoint skipped as damaged" in caplog.text
     assert export.main([f"run={torn}", "to=hf", f"out={tmp_path / 'out'}"]) == 0
     assert "runner.export: warning: checkpoint skipped as damaged" in capsys.readouterr().err
 
