@@ -330,6 +330,12 @@ def test_flags_may_stand_anywhere(tmp_path: Path) -> None:
     assert "steps: 3" in printed
 
 
+def test_a_primary_config_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    said = run("--config-name=mine", cwd=tmp_path, code=2)
+    assert said.startswith("runner: error: --config-name: there is no mine.yaml; leave the flag out")
+    assert said.count("\n") == 1
+
+
 def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["train.steps=3", "--cfg"]) == 2
     (said,) = capsys.readouterr().err.splitlines()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runner import export, generate, inspect, report, schedule
 from runner.command import keyed, whole
 from runner.data import prepare
+from runner.history import read_history
 from runner.load import initialise, load_model
 from runner.sweep import status
+from runner.sweep.figures import draw
+from runner.sweep.rows import Row
 from tests.commands import ROOT, environment, run
 from tests.sessions import TINY, ran
 
@@ -254,6 +259,17 @@ def test_a_sweep_that_no_launcher_starts_leaves_nothing(tmp_path: Path) -> None:
     printed = run(*asked, cwd=tmp_path, code=2)
     assert "hydra/launcher: it cannot start the cells" in printed
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_sweep_without_any_validation_is_drawn_without_a_warning(tmp_path: Path) -> None:
+    row = {"event": "TrainStep", "step": 0, "train/loss": 2.0, "train/lr": 0.1, "applied": True, "reason": ""}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    losses = {"val_loss": math.nan, "best_val_loss": math.nan, "train_loss": 2.0}
+    told: dict[str, Any] = {**losses, "skipped": 0, "seconds": 1.0, "history": read_history(tmp_path)}
+    values, state = {"optimizer.lr": 1}, "finished"
+    cell = Row(number=0, label="lr=1", values=values, state=state, step=1, folder=tmp_path, **told)
+    draw([cell], tmp_path / "summary.png")
+    assert (tmp_path / "summary.png").is_file()
 
 
 def test_a_run_says_since_when_it_has_no_loss_and_what_shares_a_record(tmp_path: Path) -> None:
