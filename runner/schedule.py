@@ -147,11 +147,20 @@ def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
         _save(plan, out)
     except (ValueError, OSError) as error:
         return told("runner.schedule", error)
-    print(draw(plan))
+    print(_printable(draw(plan)))
     for name, step in plan.marks.items():
         print(f"{name:>12}  step {step:<8} lr {plan.rate(step):.9g}")
     print(f"{'image':>12}  {out}")
     return 0
+
+
+def _printable(drawing: str) -> str:
+    """Return a drawing as standard output can show it: with # where there are no block characters."""
+    try:
+        drawing.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return drawing.translate({ord(block): "#" for block in _BLOCKS[1:]})
+    return drawing
 
 
 def _save(plan: Plan, out: Path) -> None:

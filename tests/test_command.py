@@ -282,3 +282,12 @@ def test_a_run_says_since_when_it_has_no_loss_and_what_shares_a_record(tmp_path:
     printed = run(*small, *twice, cwd=tmp_path)
     assert "evaluate.val and evaluate.more both write the validation loss" in printed
     assert "since step" not in printed
+
+
+def test_a_terminal_without_blocks_gets_a_drawing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "runner.schedule", "train.steps=9"]
+    env = {**environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "####" in done.stdout
+    assert "\\u" not in done.stdout
