@@ -46,6 +46,9 @@ def closing_lines(s: Session, outcome: Outcome, *, run: dict[str, Any], plot: Pa
     if math.isfinite(s.progress.best_val_loss):
         best = f"best {s.progress.best_val_loss:.4f} at step {s.progress.best_step}"
         lines.append(f"  val loss    {outcome.val_loss:.4f} nats per token ({best})")
+    if (since := s.progress.lost_since) is not None:
+        what = "updates     all refused" if math.isinf(outcome.val_loss) else "train loss  not finite"
+        lines.append(f"  {what} since step {since}")
     names = [n for n in ("main.log", "metrics.jsonl", "manifest.json") if (s.dir / n).is_file()]
     names += ["checkpoints"] if any(s.dir.glob("DONE_*")) else []
     lines.append(f"  files       {folder}: {', '.join(names)}")

@@ -31,6 +31,12 @@ GROUPS = (
     *("checkpoint", "evaluate", "logger", "meter", "debug"),
 )
 MULTIPLE = ("evaluate", "logger")
+UNFIT: Mapping[str, str] = {
+    "LBFGS": "it computes the loss several times per step, the loop once; choose optimizer=adamw, or another",
+    "SparseAdam": "it takes sparse gradients, and here they are dense; choose optimizer=adamw, or another",
+    "Muon": "it takes matrices only; choose optimizer=muon, which gives all others to AdamW",
+}
+"""Optimizers of torch.optim that cannot train a whole model step by step, and what to do."""
 TRUSTED = ("runner", "torch.optim")
 
 Config = dict[str, Any]
@@ -109,6 +115,10 @@ def check_node(node: Mapping[str, Any], path: str, trust: tuple[str, ...] = TRUS
             f"add run.trust=[{root}] if you trust it"
         )
         return
+    package, _, name = target.rpartition(".")
+    if path == "optimizer" and package.startswith("torch.optim") and name in UNFIT:
+        yield f"{path}._target_: {target} cannot train here: {UNFIT[name]}"
+        return
     try:
         signature = signature_of(target)
     except TargetError as error:
@@ -131,10 +141,10 @@ def _check_arguments(
         if key in known and key not in supplied:
             yield from _check_value(value, f"{path}.{key}", known[key].annotation, trust)
         elif not signature.takes_any or key in supplied:
-            yield f"{path}.{key}: {_unknown(key, allowed, path)}"
+            yield f"{path}.{key}: {_no_argument(key, node, allowed, path)}"
     for name, parameter in known.items():
         if parameter.required and name not in node and name not in supplied:
-            yield f"{path}.{name}: is required"
+            yield f"{path}.{name}: is required, give it on the command line ({path}.{name}=...)"
 
 
 def _check_value(value: Any, path: str, annotation: Any, trust: tuple[str, ...]) -> Iterator[str]:
@@ -146,6 +156,18 @@ def _check_value(value: Any, path: str, annotation: Any, trust: tuple[str, ...])
         wrong = fits.problem(value, annotation)
         if wrong:
             yield f"{path}: {wrong}"
+
+
+def _no_argument(key: str, node: Mapping[str, Any], allowed: Any, path: str) -> str:
+    """Say what to do about a key that a target does not take; the option that it replaced may have had it."""
+    target = str(node["_target_"])
+    if (
+        path != "optimizer"
+        or target.startswith("runner.")
+        or difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.8)
+    ):
+        return _unknown(key, allowed, path)
+    return f"{target} has no such option; leave it out with ~{path}.{key} (it has {', '.join(allowed)})"
 
 
 def _unknown(key: str, allowed: Any, path: str = "") -> str:
@@ -184,7 +206,11 @@ def build(node: Mapping[str, Any], *, trust: tuple[str, ...] = TRUSTED, **contex
     """
     target = str(node["_target_"])
     if not _allowed(target, trust):
-        raise TargetError(f"'{target}' is outside the trusted packages ({', '.join(trust)})")
+        root = target.split(".")[0]
+        raise TargetError(
+            f"'{target}' is outside the trusted packages ({', '.join(trust)}); "
+            f"if you trust it, runner.generate and runner.export take trust={root}"
+        )
     signature = signature_of(target)
     arguments: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():

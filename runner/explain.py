@@ -114,6 +114,10 @@ def _missing(error: Any) -> str:
     path = str(error.missing_cfg_file or "")
     group, _, name = path.rpartition("/")
     options = list(error.options or option_names(group))
+    if "primary config" in str(error):
+        return (
+            f"--config-name: there is no {path}.yaml; leave the flag out, or name its folder by --config-dir"
+        )
     if not options or not group:
         return _one_line(error)
     near = difflib.get_close_matches(name, options, n=1)

@@ -7,10 +7,11 @@ constructor call in the metadata, so that `model.init_from` and `runner.generate
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -20,20 +21,28 @@ from torch import Tensor
 from runner.api import Slot, Snapshot
 from runner.checkpoint import llmc_format, safetensors_format, side_file
 from runner.checkpoint.disk import Chunk, write_file
+from runner.checkpoint.folder import done_steps
 from runner.checkpoint.safetensors_format import Entry
-from runner.config import TRUSTED
+from runner.command import HELP, keyed, leave, told, whole
 from runner.data.tokenizer import BpeTokenizer, ByteTokenizer
 from runner.data.tokenizer_file import write_tokenizer
-from runner.load import MODEL_ENTRY, TOKENIZER_ENTRY, Loaded, load_model
+from runner.load import MODEL_ENTRY, TOKENIZER_ENTRY, Loaded, load_model, trusting
 from runner.model.gpt2 import GPT2
 from runner.parallel.layout import layout_of
 
 USAGE = """python -m runner.export run=PATH to=hf|llmc|safetensors out=PATH [step=N]
-    [dtype=fp32|bf16] [trust=PACKAGE]
-    run: a run folder, a model .bin of llm.c, safetensors, or a Hugging Face folder"""
+    [dtype=fp32|bf16] [overwrite=false] [trust=PACKAGE]
+
+run        a run folder, a model .bin of llm.c, safetensors, or a Hugging Face folder
+out        a new or empty folder; for to=llmc a .bin and for to=safetensors a .safetensors file as well
+step       of a run folder: the checkpoint to take, not the newest intact one
+overwrite  true replaces the files that are there
+trust      packages of your own that the model may come from, as the run's run.trust (a,b)"""
 
 Target = Literal["hf", "llmc", "safetensors"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SUFFIXES = {"hf": "", "llmc": ".bin", "safetensors": ".safetensors"}
+"""Of `out` where it names one file and not a folder."""
 
 
 class Options(NamedTuple):
@@ -44,7 +53,8 @@ class Options(NamedTuple):
     out: str
     step: int | None = None
     dtype: str | None = None
-    trust: str | None = None
+    overwrite: bool = False
+    trust: str = ""
 
 
 def export(loaded: Loaded, *, to: Target, out: Path, dtype: torch.dtype | None = None) -> list[Path]:
@@ -145,8 +155,13 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> lis
 def _write(path: Path, chunks: Sequence[Chunk]) -> Path:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    write_file(temporary, chunks)
-    os.replace(temporary, path)
+    try:
+        write_file(temporary, chunks)
+        os.replace(temporary, path)
+    except BaseException:  # a full disk, or Ctrl-C
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     return path
 
 
@@ -156,45 +171,81 @@ def _write(path: Path, chunks: Sequence[Chunk]) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Export from the command line; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or HELP & set(arguments):
         print(USAGE)
         return 0
     try:
-        for path in _run(_options(arguments)):
-            print(f"{path}  {path.stat().st_size} bytes")
+        written = _run(_options(arguments))
     except ValueError as error:
-        print(f"runner.export: error: {error}", file=sys.stderr)
-        return 2
+        return told("runner.export", error)
+    for path in written:
+        print(f"{path}  {path.stat().st_size} bytes")
     return 0
 
 
 def _options(arguments: Sequence[str]) -> Options:
-    values: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in Options._fields:
-            raise ValueError(f"{argument!r}: expected key=value with one of {', '.join(Options._fields)}")
-        values[key] = value
-    missing = [key for key in ("run", "to", "out") if not values.get(key)]
+    given = keyed(arguments, known=Options._fields, paths=("run", "out"))
+    values = {key: texts[-1] for key, texts in given.values.items()}
+    problems = given.problems or list(_problems(values))
+    if problems:
+        raise ValueError("\n".join(problems))
+    step, overwrite = values.pop("step", None), values.pop("overwrite", "false")
+    return Options(
+        step=None if step is None else whole("step", step), overwrite=overwrite == "true", **values
+    )
+
+
+def _problems(values: Mapping[str, str]) -> Iterator[str]:
+    missing = [key for key in ("run", "to", "out") if key not in values]
     if missing:
-        raise ValueError(f"{missing[0]}= is missing; {USAGE.splitlines()[0]}")
-    step = values.pop("step", None)
-    if step is not None and not step.isdecimal():
-        raise ValueError(f"step={step}: expected a whole number")
-    options = Options(step=int(step) if step else None, **values)
-    if options.to not in get_args(Target):
-        raise ValueError(f"to={options.to}: allowed are {', '.join(get_args(Target))}")
-    if options.dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype={options.dtype}: allowed are {', '.join(DTYPES)}")
-    return options
+        yield f"{missing[0]}= is missing; {USAGE.splitlines()[0]}"
+    choices = {"to": get_args(Target), "dtype": tuple(DTYPES), "overwrite": ("true", "false")}
+    for key, allowed in choices.items():
+        if key in values and values[key] not in allowed:
+            yield f"{key}={values[key]}: allowed are {', '.join(allowed)}"
+
+
+def _check_out(options: Options) -> None:
+    """Raise ValueError, before anything is loaded, if writing would cost files that are there."""
+    out, suffix = Path(options.out), SUFFIXES[options.to]
+    other = sorted(set(SUFFIXES.values()) - {"", suffix})
+    if out.suffix in other and not out.is_dir():
+        takes = f"a folder or a {suffix} file" if suffix else "a folder"
+        raise ValueError(f"out={out}: to={options.to} writes {takes}, no {out.suffix} file")
+    file = bool(suffix) and out.suffix == suffix and not out.is_dir()
+    folder = out.parent if file else out
+    if done_steps(folder):
+        raise ValueError(f"out={out}: {folder} is a run folder, whose files stay as they are; choose another")
+    if out.exists() and not file and not out.is_dir():
+        raise ValueError(f"out={out}: is a file; to={options.to} writes a folder, choose another name")
+    there = _there(out, file=file)
+    if there and not options.overwrite:
+        what = (
+            "is there already"
+            if file
+            else f"is not empty ({', '.join(there[:3])}{', ...' * (there[3:] != [])})"
+        )
+        raise ValueError(f"out={out}: {what}; choose another one, or replace files with overwrite=true")
+
+
+def _there(out: Path, *, file: bool) -> list[str]:
+    """Return the names of what is in the way."""
+    if file:
+        return [out.name] if out.exists() else []
+    try:
+        return sorted(os.listdir(out))
+    except OSError:  # nothing is there, or writing will say what is wrong
+        return []
 
 
 def _run(options: Options) -> list[Path]:
-    trust = (*TRUSTED, *(options.trust.split(",") if options.trust else ()))
-    loaded = load_model(options.run, step=options.step, trust=trust)
+    _check_out(options)
+    loaded = load_model(options.run, step=options.step, trust=trusting(options.trust))
+    for note in loaded.info.notes:
+        print(f"runner.export: warning: {note}", file=sys.stderr)
     dtype = DTYPES[options.dtype] if options.dtype else None
     return export(loaded, to=options.to, out=Path(options.out), dtype=dtype)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave("runner.export", main)

@@ -50,7 +50,8 @@ def _scalar(value: Any, kind: Any) -> str | None:
         return None if isinstance(value, bool) else f"expected true or false, got {show(value)}"
     if kind is int:
         if isinstance(value, float) and value.is_integer():
-            return f"expected a whole number, got {show(value)} (write {int(value)})"
+            digits = f" (write {int(value)})" if abs(value) < 2**53 else ""  # exact only up to there
+            return f"expected a whole number, got {show(value)}{digits}"
         fits = isinstance(value, int) and not isinstance(value, bool)
         return None if fits else f"expected a whole number, got {show(value)}"
     if kind is float:

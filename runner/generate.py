@@ -20,15 +20,18 @@ from runner.sampling import check_sampling, sample
 Watch = Callable[[int, int], bool]
 """Told the row and each token it writes; true ends the row after that token."""
 
-USAGE = """python -m runner.generate run=PATH [prompt=TEXT] [n=1] [max_tokens=200] [temperature=0.8]
-    [top_k=null] [top_p=1.0] [stop=TEXT] [seed=1337] [device=auto] [json=false] [cache=true]
+USAGE = """python -m runner.generate run=PATH [step=N] [prompt=TEXT] [n=1] [max_tokens=200]
+    [temperature=0.8] [top_k=null] [top_p=1.0] [stop=TEXT] [seed=1337] [device=auto] [json=false]
+    [cache=true] [trust=PACKAGE]
 
 run      run folder, llm.c .bin, .safetensors or Hugging Face folder
+step     of a run folder: the checkpoint to take, not the newest intact one
 prompt   text to continue; - reads it from the standard input
 n        texts to write; on a terminal a single one appears token by token
 stop     end before this text (may be given several times)
 json     one object a line: step, prompt, text, tokens, end (stop | length)
-cache    false computes every token anew, without keys and values kept"""
+cache    false computes every token anew, without keys and values kept
+trust    packages of your own that the model may come from, as the run's run.trust (a,b)"""
 
 
 def generate(
@@ -137,37 +140,35 @@ class LoadedRun(NamedTuple):
     model: nn.Module
     tokenizer: Tokenizer
     step: int
+    notes: tuple[str, ...] = ()
 
 
-def load_run(path: Path, *, device: torch.device) -> LoadedRun:
-    """Build the model of `path` (a run folder's newest checkpoint, or any other model) and its tokenizer."""
-    from runner.load import load_model
+def load_run(path: Path, *, device: torch.device, step: int | None = None, trust: str = "") -> LoadedRun:
+    """Build the model of `path` and its tokenizer; of a run folder's checkpoints the newest, or `step`."""
+    from runner.load import load_model, trusting
 
-    loaded = load_model(path, device=device)
+    loaded = load_model(path, device=device, step=step, trust=trusting(trust))
     if loaded.tokenizer is None:
         raise ValueError(f"run={path}: no tokenizer is known for it, so that it has no text to write")
-    return LoadedRun(loaded.model, loaded.tokenizer, loaded.info.step or 0)
+    return LoadedRun(loaded.model, loaded.tokenizer, loaded.info.step or 0, loaded.info.notes)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Generate from the command line; return the exit code."""
+    from runner.command import HELP, told
     from runner.fault import fault_line, stack
     from runner.generate_command import parse, write
 
     arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or HELP & set(arguments):
         print(USAGE)
         return 0
     try:
         write(parse(arguments), load=load_run)
     except ValueError as error:
-        print(f"runner.generate: error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return told("runner.generate", error)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        sys.stderr.close()
-        return 0
     except Exception as error:
         print(f"{stack(error)}runner.generate: error: {fault_line(error)}", file=sys.stderr)
         return 1
@@ -175,4 +176,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from runner.command import leave
+
+    leave("runner.generate", main)

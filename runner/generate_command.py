@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
+from runner.command import keyed, whole
 from runner.generate import LoadedRun, generate
 from runner.sampling import check_sampling
 from runner.text_stream import TextStream
@@ -25,6 +26,7 @@ class Options(NamedTuple):
     """The command's arguments, by name and with their defaults."""
 
     run: str
+    step: int | None = None
     prompt: str = ""
     n: int = 1
     max_tokens: int = 200
@@ -36,25 +38,31 @@ class Options(NamedTuple):
     device: str = "auto"
     json: bool = False
     cache: bool = True
+    trust: str = ""
 
 
 def parse(argv: list[str]) -> Options:
-    """Return the options; ValueError names the argument that is none."""
+    """Return the options; ValueError with a line for each argument that is wrong."""
     known = get_type_hints(Options)
+    given, problems = keyed(argv, known=list(known), several=["stop"], paths=["run"])
     values: dict[str, Any] = {}
-    for argument in argv:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in known:
-            raise ValueError(
-                f"{argument!r} is not an option: expected key=value with one of {', '.join(known)}"
-            )
-        if key == "stop":
-            values[key] = (*values.get(key, ()), text)
-        else:
-            values[key] = _value(key, text=text, kind=known[key])
-    if "run" not in values:
-        raise ValueError("run=PATH is missing: the folder of a run, such as run=outputs/x")
+    for key, texts in given.items():
+        try:
+            values[key] = tuple(texts) if key == "stop" else _value(key, text=texts[-1], kind=known[key])
+        except ValueError as error:
+            problems.append(str(error))
+    if "" in values.get("stop", ()):
+        problems.append("stop= is empty, which would end every text before it begins; leave it out")
+    if "run" not in given and not problems:
+        problems.append("run=PATH is missing: the folder of a run, such as run=outputs/x")
+    if problems:
+        raise ValueError("\n".join(problems))
     options = Options(**values)
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
     if not 1 <= options.n <= MOST_TEXTS:
         raise ValueError(f"n={options.n} must lie in 1..{MOST_TEXTS}")
     if options.max_tokens < 1:
@@ -62,10 +70,11 @@ def parse(argv: list[str]) -> Options:
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"seed={options.seed} must lie in 0..{2**63 - 1}")
     check_sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    return options
 
 
 def _value(key: str, *, text: str, kind: Any) -> Any:
+    if key == "step":
+        return whole(key, text)
     if kind == int | None:
         if text.lower() in ("null", "none"):
             return None
@@ -86,7 +95,9 @@ def write(options: Options, *, load: Load) -> None:
     """Load the model, generate, and write the texts to the standard output."""
     prompt = _prompt(options.prompt)
     device = _device(options.device)
-    run = load(Path(options.run), device=device)
+    run = load(Path(options.run), device=device, step=options.step, trust=options.trust)
+    for note in run.notes:
+        print(f"runner.generate: warning: {note}", file=sys.stderr)
     tokens = run.tokenizer.encode(prompt) or [run.tokenizer.eot]
     texts = [TextStream(run.tokenizer, stop=options.stop) for _ in range(options.n)]
     live = options.n == 1 and not options.json
@@ -122,7 +133,13 @@ def write(options: Options, *, load: Load) -> None:
 
 
 def _prompt(given: str) -> str:
-    return sys.stdin.read() if given == "-" else given
+    """Return the text to continue; ValueError if it is no text."""
+    try:
+        text = sys.stdin.read() if given == "-" else given
+        text.encode()
+    except UnicodeError:
+        raise ValueError(f"prompt={given!a}: it is not UTF-8 text") from None
+    return text
 
 
 def _show(text: str) -> None:

@@ -115,9 +115,13 @@ def by_loss(histories: Iterable[History]) -> list[History]:
 
 
 def differing(histories: Sequence[History]) -> list[str]:
-    """Return the settings in which the runs differ, but for those that only name a run."""
-    keys = {key: None for history in histories for key in history.settings}
-    seen = {key: {history.settings.get(key) for history in histories} for key in keys}
+    """Return the settings in which the runs differ, but for those that only name a run.
+
+    A run that does not tell its settings (no manifest.json) differs in none.
+    """
+    told = [history.settings for history in histories if history.settings]
+    keys = {key: None for settings in told for key in settings}
+    seen = {key: {settings.get(key) for settings in told} for key in keys}
     return [key for key in keys if len(seen[key]) > 1 and key not in _LABELS_OF_A_RUN]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from runner.data.shard import ShardReader, write_shard
 from runner.llmc_flags import parse, usage
 from runner.llmc_translate import Batch, translate
+from runner.streams import settle_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,11 @@ def write_batch(batch: Batch) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    settle_streams()
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is written and closed by now, as in `runner.cli`.

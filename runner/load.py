@@ -5,6 +5,7 @@ Weights are loaded in fp32, which holds bf16 and fp16 exactly; `Info.dtype` says
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from runner.config import TRUSTED, build
 from runner.data.tokenizer import tokenizer as tokenizer_for
 from runner.parallel.layout import layout_of
 from runner.weights import assign, assign_flat, fill, rows_of
+
+log = logging.getLogger(__name__)
 
 Node = dict[str, Any]
 
@@ -66,7 +69,9 @@ def load_model(
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
+        at = re.fullmatch(r"(.+)@(\d+)", str(path))
+        hint = f"; for a checkpoint write step={int(at[2])}" if at and Path(at[1]).exists() else ""
+        raise ValueError(f"{path}: no such file or folder{hint}")
     stored = _MODEL_FILE.fullmatch(path.name)
     if stored and step is None and int(stored[1]) in files.done_steps(path.parent):
         path, step = path.parent, int(stored[1])
@@ -83,13 +88,19 @@ def load_model(
     return loaded._replace(model=loaded.model.to(device).eval())
 
 
+def trusting(packages: str) -> tuple[str, ...]:
+    """Return what `trust=a,b` on a command line allows to be called, besides this package's own."""
+    return (*TRUSTED, *filter(None, packages.split(",")))
+
+
 # ---------------------------------------------------------------- run folders
 
 
 def _from_run(folder: Path, step: int | None, trust: tuple[str, ...]) -> Loaded:
     steps = files.done_steps(folder)
     if step is not None and step not in steps:
-        raise ValueError(f"{folder}: no checkpoint of step {step}; there are {steps or 'none'}")
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{folder}: no checkpoint of step {step}; there are {there}")
     if not steps:
         raise ValueError(f"{folder}: no complete checkpoint (DONE file) yet")
     recorded = manifest.read(folder) or {}
@@ -102,7 +113,9 @@ def _from_run(folder: Path, step: int | None, trust: tuple[str, ...]) -> Loaded:
             problems.append(str(error))
             continue
         tokenizer, name = _tokenizer_of_run(config, model, trust)
-        skipped = tuple(f"checkpoint skipped as damaged: {problem}" for problem in problems)
+        skipped = tuple(
+            f"checkpoint skipped as damaged: {problem}; took step {candidate}" for problem in problems
+        )
         return Loaded(model, tokenizer, info._replace(tokenizer=name, notes=skipped))
     raise ValueError(f"{folder}: nothing to load ({'; '.join(problems)})")
 
@@ -129,7 +142,7 @@ def _tokenizer_of_run(
     config: Mapping[str, Any], model: nn.Module, trust: tuple[str, ...]
 ) -> tuple[Tokenizer | None, str | None]:
     data = config.get("data")
-    if not isinstance(data, Mapping):
+    if not isinstance(data, Mapping) or "_target_" not in data:
         return _tokenizer_by_size(model)
     tokenizer: Tokenizer | None = build(data, trust=trust).tokenizer
     return tokenizer, data.get("tokenizer") if tokenizer else None
@@ -220,9 +233,12 @@ def initialise(model: nn.Module, init_from: str) -> None:
     match = re.fullmatch(r"(.+)@(\d+)", init_from)
     path, step = (match[1], int(match[2])) if match and not Path(init_from).exists() else (init_from, None)
     try:
-        source = load_model(path, step=step).model
+        loaded = load_model(path, step=step)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
+    for note in loaded.info.notes:
+        log.warning("%s: %s", key, note)
+    source = loaded.model
     _check_numbers(model, source, key)
     theirs = dict(source.named_parameters())
     for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ from runner import manifest
 from runner.api import Event, Note, RunInfo, Slot
 from runner.assembly import Process, assemble_session
 from runner.branch import Branch, branch_off
+from runner.evaluate import Validation
 from runner.micro_batch import settle_micro_batch
 from runner.session import Session
 
@@ -49,7 +50,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
         )
     )
     at = s.progress.step
-    cautions = [*getattr(s.outlier, "warnings", tuple)(), *_rate_caution(config, s)]
+    cautions = [*getattr(s.outlier, "warnings", tuple)(), *_rate_caution(config, s), *_losses_caution(s)]
     s.emit([*start.events, *(Note(at, text, "warning") for text in cautions)])
     s.meter.start()
     return s
@@ -118,6 +119,17 @@ def _rate_caution(config: Config, s: Session) -> list[str]:
     return [
         f"optimizer.lr={lr:g} is high for {parameters / 1e6:.0f}M parameters: "
         "6e-4 is usual at 125M, 2e-4 at 1.3B (GPT-3, table 2.1)"
+    ]
+
+
+def _losses_caution(s: Session) -> list[str]:
+    """Warn of evaluators whose losses no record can tell apart."""
+    names = [f"evaluate.{name}" for name, one in s.evaluators.items() if isinstance(one, Validation)]
+    if len(names) < 2:
+        return []
+    return [
+        f"{' and '.join(names)} both write the validation loss: the tel lines of main.log, val/loss and the "
+        "best loss mix them; keep one of them"
     ]
 
 

@@ -22,6 +22,7 @@ class Progress:
         self.val_loss = math.nan
         self.best_val_loss = math.inf
         self.best_step = 0
+        self.lost_since: int | None = None  # the step from which on no training loss was finite, or diverged
         self.stopped = False
         self._limit = max_consecutive_skips
         self._skips_in_a_row = 0
@@ -38,8 +39,13 @@ class Progress:
             if event.loss < self.best_val_loss:
                 self.best_val_loss, self.best_step = event.loss, event.step
         elif isinstance(event, TrainStep):
+            if math.isfinite(event.loss):
+                self.lost_since = None
+            elif self.lost_since is None:
+                self.lost_since = event.step
             self._skips_in_a_row = 0 if event.applied else self._skips_in_a_row + 1
             if self._limit is not None and self._skips_in_a_row >= self._limit:
+                self.lost_since = event.step - self._skips_in_a_row + 1
                 raise DivergedError(
                     f"diverged: {self._skips_in_a_row} steps in a row were skipped up to step {event.step} "
                     f"({event.reason}); lower optimizer.lr, or raise outlier.max_consecutive_skips"
@@ -57,7 +63,7 @@ class Progress:
 
     def state_dict(self) -> State:
         """Return what a resumed run needs to go on counting."""
-        names = ("step", "val_loss", "best_val_loss", "best_step", "_skips_in_a_row")
+        names = ("step", "val_loss", "best_val_loss", "best_step", "lost_since", "_skips_in_a_row")
         return {name.strip("_"): getattr(self, name) for name in names}
 
     def load_state_dict(self, state: State) -> None:
@@ -65,3 +71,4 @@ class Progress:
         self.step = int(state["step"])
         self.val_loss, self.best_val_loss = float(state["val_loss"]), float(state["best_val_loss"])
         self.best_step, self._skips_in_a_row = int(state["best_step"]), int(state["skips_in_a_row"])
+        self.lost_since = state.get("lost_since")  # None in a checkpoint of an earlier version

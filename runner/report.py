@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.arguments import home_paths
+from runner.command import leave
 from runner.fault import fault_line
 from runner.history import History, Summary, by_loss, differing, is_run, read_history, summarize
 from runner.home import settle_home
@@ -78,6 +80,8 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     """Return the run folders that the paths name; a folder of runs stands for all of them."""
     found: list[Path] = []
     for path in map(Path, paths):
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise ValueError(f"{path}: cannot be read: permission denied; name a folder that you may read")
         inside = sorted(child for child in path.iterdir() if is_run(child)) if path.is_dir() else []
         if not is_run(path) and not inside:
             raise ValueError(f"{path}: no run there (no metrics.jsonl, no main.log); name a run folder")
@@ -90,15 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m runner.report", description="Draw and compare runs.")
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold runs")
     parser.add_argument("--out", help="where to write (default: the run's folder, or the one they share)")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(home_paths(sys.argv[1:] if arguments is None else list(arguments)))
     settle_home()
     try:
-        if len(given.runs) == 1 and (Path(given.runs[0]) / "cells.json").is_file():
+        if len(given.runs) == 1 and os.path.isfile(Path(given.runs[0]) / "cells.json"):
             from runner.sweep.summary import main as summarize_sweep
 
             return summarize_sweep(Path(given.runs[0]), out=given.out)
         runs = find_runs(given.runs)
-        histories = [read_history(run) for run in runs]
+        histories = [_readable(run) for run in runs]
         folder = Path(given.out) if given.out else Path(os.path.commonpath(runs))
         folder.mkdir(parents=True, exist_ok=True)
         page = write_report(histories, folder)
@@ -111,6 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text_table(table(by_loss(histories))))
     print(f"wrote {page} and {page.with_suffix('.png')}")
     return 0
+
+
+def _readable(run: Path) -> History:
+    """Return a run's history; ValueError if its files cannot be read, which no other --out would mend."""
+    try:
+        return read_history(run)
+    except OSError as error:
+        raise ValueError(f"{fault_line(error)}; name runs that you may read") from None
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
@@ -196,4 +208,4 @@ def image(path: Path, *, title: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave("runner.report", main)

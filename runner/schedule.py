@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner import CONF
-from runner.config import build, check_node
+from runner.arguments import as_meant, quoted
+from runner.command import HELP, keyed, leave, told
+from runner.config import build, check_node, trusted
 from runner.explain import explain
-from runner.fault import fault_line
 from runner.home import settle_home
 from runner.rules import tokens_per_step
 from runner.scheduler import curve, decay_start, scaled
+from runner.unread import unread
 
 if TYPE_CHECKING:
     from runner.api import Scheduler
@@ -55,18 +58,25 @@ def compose_plan(overrides: list[str], *, conf: Path = CONF) -> Plan:
         with initialize_config_dir(config_dir=str(conf), **base):
             config = compose("config", overrides=overrides)
         node = OmegaConf.to_container(config.scheduler, resolve=True)
-        steps = config.train.steps
+        train = OmegaConf.to_container(config.train, resolve=True)
+        run = OmegaConf.to_container(config.get("run", OmegaConf.create()), resolve=True)
     except Exception as error:
         lines = explain(error, overrides)
         if lines is None:
             raise
-        raise ValueError("; ".join(lines)) from None
+        raise ValueError("\n".join(lines)) from None
     assert isinstance(node, dict)
+    assert isinstance(train, dict)
+    trust, steps = trusted({"run": run}), train["steps"]
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"train.steps={steps} must be a whole number of at least 1 to draw a schedule")
+    if problems := list(check_node({str(key): value for key, value in train.items()}, "train", trust)):
+        raise ValueError("\n".join(problems))
     settings = {str(key): value for key, value in node.items()}
     tokens = tokens_per_step(config.train, world=config.parallel.get("processes") or 1)
-    bound = partial(scaled, schedule=_bind(settings, tokens=tokens), factor=_factor(config, tokens=tokens))
+    bound = partial(
+        scaled, schedule=_bind(settings, tokens=tokens, trust=trust), factor=_factor(config, tokens=tokens)
+    )
     marks = _marks(settings, steps=steps, tokens=tokens)
     at = sorted({*_spread(steps, count=POINTS), *_spread(steps, count=WIDTH - LABEL), *marks.values()})
     return Plan(settings, at, curve(bound, steps, at=at), marks)
@@ -124,30 +134,85 @@ def save_png(plan: Plan, path: Path) -> None:
 def main(argv: list[str] | None = None, *, conf: Path = CONF) -> int:
     """Draw from the command line; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if any(a in ("-h", "--help") for a in arguments):
+    if HELP & set(arguments):
         print(__doc__)
         return 0
     settle_home()
-    out = Path(next((a[4:] for a in arguments if a.startswith("out=")), "schedule.png"))
     try:
-        plan = compose_plan([a for a in arguments if not a.startswith("out=")], conf=conf)
-        save_png(plan, out)
+        out = _image([a for a in arguments if a.startswith("out=")])
+        settings = [a for a in arguments if not a.startswith("out=")]
+        if useless := unread(settings):
+            raise ValueError("\n".join(useless))
+        plan = compose_plan(_overrides(settings), conf=conf)
+        _save(plan, out)
     except (ValueError, OSError) as error:
-        line = fault_line(error) if isinstance(error, OSError) else error
-        print(f"runner.schedule: error: {line}", file=sys.stderr)
-        return 2
-    print(draw(plan))
+        return told("runner.schedule", error)
+    print(_printable(draw(plan)))
     for name, step in plan.marks.items():
         print(f"{name:>12}  step {step:<8} lr {plan.rate(step):.9g}")
     print(f"{'image':>12}  {out}")
     return 0
 
 
-def _bind(node: dict[str, Any], *, tokens: int) -> Scheduler:
-    problems = list(check_node(node, "scheduler"))
+def _printable(drawing: str) -> str:
+    """Return a drawing as standard output can show it: with # where there are no block characters."""
+    try:
+        drawing.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return drawing.translate({ord(block): "#" for block in _BLOCKS[1:]})
+    return drawing
+
+
+def _save(plan: Plan, out: Path) -> None:
+    try:
+        save_png(plan, out)
+    except OSError as error:
+        raise ValueError(f"out={out}: {error.strerror or error}; name another file with out=") from None
+
+
+def _image(arguments: Sequence[str]) -> Path:
+    """Return the image's path; ValueError if `out=` names none that can be written."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    found = keyed(arguments, known=["out"], paths=["out"])
+    if found.problems:
+        raise ValueError("\n".join(found.problems))
+    out = Path(found.text("out") or "schedule.png")
+    if out.is_dir():
+        raise ValueError(f"out={out}: is a folder; name a file, as in out={out / 'schedule.png'}")
+    if not out.suffix:
+        return out.with_name(f"{out.name}.png")
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if out.suffix[1:].lower() not in kinds:
+        raise ValueError(f"out={out}: no image is called {out.suffix}; use .{', .'.join(sorted(kinds))}")
+    return out
+
+
+def _overrides(arguments: Sequence[str]) -> list[str]:
+    """Return a run's arguments as `compose` takes them; ValueError for flags that no single curve has."""
+    overrides, rest = [], list(as_meant(arguments))
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, folder = argument.partition("=")
+        if flag in ("-m", "--multirun"):
+            raise ValueError(f"{argument}: a sweep has no one schedule; draw one of its cells")
+        if flag not in ("--config-dir", "-cd"):
+            overrides.append(argument)
+            continue
+        if not equals and not rest:
+            raise ValueError(f"{flag}: needs a folder, as in {flag} my_conf")
+        place = Path(folder if equals else rest.pop(0)).expanduser().absolute()
+        if not place.is_dir():
+            raise ValueError(f"{flag} {place}: no such folder")
+        overrides.append(f"hydra.searchpath=[{quoted(f'file://{place}')}]")
+    return overrides
+
+
+def _bind(node: dict[str, Any], *, tokens: int, trust: tuple[str, ...]) -> Scheduler:
+    problems = list(check_node(node, "scheduler", trust))
     if problems:
-        raise ValueError("; ".join(problems))
-    scheduler: Scheduler = build(node, tokens_per_step=tokens)
+        raise ValueError("\n".join(problems))
+    scheduler: Scheduler = build(node, trust=trust, tokens_per_step=tokens)
     return scheduler
 
 
@@ -176,4 +241,4 @@ def _in_steps(node: dict[str, Any], phase: str, *, tokens: int) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave("runner.schedule", main)

@@ -97,9 +97,12 @@ def _source(module: str) -> str | None:
 
 
 def _close(name: str, tree: ast.Module) -> str:
+    return _closest(name, [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)])
+
+
+def _closest(name: str, names: Sequence[str]) -> str:
     import difflib
 
-    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -174,8 +177,13 @@ def _is_name(node: ast.expr, name: str) -> bool:
 
 def _from_import(module: str, name: str) -> Signature:
     try:
-        found = getattr(importlib.import_module(module), name)
+        package = importlib.import_module(module)
+        if not hasattr(package, name):
+            raise TargetError(f"'{module}' has no '{name}'{_closest(name, dir(package))}")
+        found = getattr(package, name)
         signature = inspect.signature(found)
+    except TargetError:
+        raise
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise TargetError(f"cannot use '{module}.{name}': {error}") from error
     hints = _hints(found)

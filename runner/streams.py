@@ -43,22 +43,28 @@ class LastingStream(io.TextIOWrapper):
 
     def _outlive(self, error: OSError) -> None:
         if error.errno in _GONE:
-            _to_nowhere(self.fileno())
+            to_nowhere(self.fileno())
 
 
 def settle_streams() -> None:
     """Give this process a standard output and error that outlive their readers; closed ones go nowhere."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:  # a later file, or a socket, would get its number and all that is printed
-            _to_nowhere(fd)
+    open_descriptors()
     out, err = sys.stdout, sys.stderr
     sys.stdout = LastingStream(1, encoding=_encoding(out), write_through=_at_once(out))
     sys.stderr = LastingStream(2, encoding=_encoding(err), write_through=_at_once(err))
 
 
-def _to_nowhere(fd: int) -> None:
+def open_descriptors() -> None:
+    """Have a closed standard input, output or error read and write nothing."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # a later file, or a socket, would get its number and all that is printed
+            to_nowhere(fd)
+
+
+def to_nowhere(fd: int) -> None:
+    """Have a descriptor read and write nothing."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != fd:  # the lowest free number: `fd` itself, if that was closed
         os.dup2(null, fd)

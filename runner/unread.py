@@ -38,11 +38,25 @@ def _settings(arguments: Sequence[str]) -> Iterator[str]:
         group = key.removeprefix("~")
         if key.startswith("~") and group in GROUPS and group not in MULTIPLE:
             yield f"{argument}: a run needs its {group}; choose another one, {group}=NAME"
+        elif key.startswith("~") and group.partition(".")[0] in GROUPS and (users := _users(group)):
+            yield f"{argument}: {users} made from it, so that it has to stay; set another value, {group}=..."
         elif key in _HYDRAS:
             yield f"{key}: not used here, {_HYDRAS[key]}"
         elif key in GROUPS and key not in MULTIPLE and re.fullmatch(r"\[.*,.*\]", value):
             # Hydra would merge them into one that is neither.
             yield f"{key}: takes one option, got {value}; sweep over them with -m {key}={value[1:-1]}"
+
+
+def _users(key: str) -> str:
+    """Return which packaged settings are interpolated from a key, with the verb; empty if none is."""
+    mark = re.compile(rf"^(\w+):.*\$\{{{re.escape(key)}\}}", re.M)
+    found = {
+        f"{file.parent.name}.{match[1]}"
+        for file in sorted(CONF.glob("*/*.yaml"))
+        for match in mark.finditer(file.read_text(encoding="utf-8"))
+    }
+    names = [*sorted(found)[:2], *(["others"] if len(found) > 2 else [])]
+    return f"{' and '.join(names)} {'is' if len(found) == 1 else 'are'}" if found else ""
 
 
 def _files(arguments: Sequence[str]) -> Iterator[str]:

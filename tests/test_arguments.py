@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.arguments import INFO, TOPICS, VALUED, as_meant, to_type
@@ -33,6 +33,7 @@ def test_what_is_no_such_name_stays(argument: str) -> None:
     assert as_meant([argument]) == [argument]
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1))
 def test_what_is_to_be_typed_survives_shell_and_hydra(value: str) -> None:
     (argument,) = as_meant(shlex.split(to_type("run.name", value)))

@@ -69,6 +69,12 @@ MISTAKES = {
     "++optimizer=lion": "optimizer: write optimizer=... without the ++",
     "~optimizer": "~optimizer: a run needs its optimizer; choose another one, optimizer=NAME",
     "~foo": "~foo: nothing of this name is there",
+    "~train.steps": "~train.steps: scheduler.total_steps is made from it, so that it has to stay; set",
+    "~optimizer.lr": "~optimizer.lr: scheduler.peak_lr is made from it",
+    "~model.width": "model.width: is required, give it on the command line (model.width=...)",
+    "train.seq_len=100000000": "data: no shard holds train.seq_len + 1 = 100000001 tokens",
+    "optimizer._target_=torch.optim.LBFGS": "optimizer._target_: torch.optim.LBFGS cannot train here: it",
+    "optimizer._target_=torch.optim.Adm": "optimizer._target_: 'torch.optim' has no 'Adm' (did you mean Adam",
     "experiment=null": "experiment: null is what it is anyway; leave experiment=null out; choose one of",
     "optimizer.betas={a:1}": "optimizer.betas: a list and a mapping cannot stand for each other",
     "logger.tensorboard.every=2": "logger.tensorboard: no such option among the chosen ones; choose it with",
@@ -100,6 +106,10 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     ("arguments", "expected"),
     [
         (["optimizer=torch"], ["optimizer._target_: is required, give it", "optimizer.lr: is required"]),
+        (
+            ["optimizer=torch", "optimizer._target_=torch.optim.Rprop", "optimizer.lr=1"],
+            ["optimizer.weight_decay: torch.optim.Rprop has no such option; leave it out with ~optimizer.we"],
+        ),
         (["optimizer=sgd", "optimizer.momentum=-1"], ["optimizer: Invalid momentum value: -1.0"]),
         (["optimizer=adafactor", "optimizer.d=0"], ["optimizer: Clipping threshold d should be >= 1"]),
         (["evaluate=none", "evaluate.val.every=3"], ["evaluate.val: no such option among the chosen ones;"]),
@@ -318,6 +328,12 @@ def test_flags_may_stand_anywhere(tmp_path: Path) -> None:
     printed = run("train.steps=3", "--config-dir", "mine", "scheduler=flat", "--cfg", "job", cwd=tmp_path)
     assert "peak_lr: 0.5" in printed
     assert "steps: 3" in printed
+
+
+def test_a_primary_config_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    said = run("--config-name=mine", cwd=tmp_path, code=2)
+    assert said.startswith("runner: error: --config-name: there is no mine.yaml; leave the flag out")
+    assert said.count("\n") == 1
 
 
 def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,7 @@ def test_every_rank_contributes_its_mean():
 
 @pytest.fixture
 def loaded(monkeypatch):
-    monkeypatch.setattr(command, "load_run", lambda path, *, device: LoadedRun(Counter(), Digits(), 42))
+    monkeypatch.setattr(command, "load_run", lambda path, **_: LoadedRun(Counter(), Digits(), 42))
 
 
 def test_the_command_prints_text_or_json(loaded, capsys):

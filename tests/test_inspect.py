@@ -178,7 +178,7 @@ def test_the_command_goes_on_after_a_damaged_file(tmp_path, capsys):
     assert main([]) == 2
     assert main(["x.bin", "colour=red"]) == 2
     assert main(["x.bin", "data=y", "batch=2"]) == 2
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
 
 
 def test_the_command_line_starts():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.api import Sample, ValLoss
-from runner.history import by_loss, differing, flatten, read_history, summarize
+from runner.history import History, by_loss, differing, flatten, read_history, summarize
 from runner.plot import plot_run, smooth
 from runner.plugins.logger.jsonl import JsonlLogger
 from runner.plugins.logger.llmc import LlmcLogger
@@ -203,3 +203,12 @@ def test_command_says_what_is_wrong_in_one_line(tmp_path):
 def test_reading_a_history_imports_neither_torch_nor_matplotlib():
     code = "import runner.history, sys; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_run_without_settings_differs_in_none(tmp_path):
+    told = {"optimizer.lr": "1"}
+    histories = [History("a", tmp_path, {}, settings=told), History("b", tmp_path, {}, settings={})]
+    assert differing(histories) == []
+    assert differing([*histories, History("c", tmp_path, {}, settings={"optimizer.lr": "2"})]) == [
+        "optimizer.lr"
+    ]

@@ -178,7 +178,8 @@ def conf(tmp_path):
     shutil.copytree(CONF / "scheduler", tmp_path / "scheduler")
     (tmp_path / "config.yaml").write_text(
         "defaults: [{scheduler: cosine}, _self_]\n"
-        "train: {steps: 100, micro_batch: 4, seq_len: 8, tokens_per_step: null}\n"
+        "train: {_target_: runner.train.Plan, steps: 100, micro_batch: 4, seq_len: 8,"
+        " tokens_per_step: null}\n"
         "parallel: {}\noptimizer: {lr: 3e-4}\n"
     )
     return tmp_path

@@ -40,7 +40,10 @@ def main() -> None:
     parser.add_argument("project")
     parser.add_argument("--save", action="store_true", help="write it to wandb")
     given = parser.parse_args()
-    built = workspace(given.entity, given.project)
+    try:
+        built = workspace(given.entity, given.project)
+    except ImportError as error:
+        parser.exit(1, f"wandb_workspace: error: {error}; pip install wandb-workspaces\n")
     if given.save:
         built.save()
         print(built.url)

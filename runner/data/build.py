@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.manifest import Manifest, fresh_manifest, save_manifest, start_or_continue
+from runner.data.manifest import TOKENIZER_FILE, Manifest, fresh_manifest, save_manifest, start_or_continue
 from runner.data.shard import MAX_SHARD_TOKENS, ShardReader, Tokens, layout_for, read_header, write_shard
 from runner.data.tokenizer import Tokenizer
 from runner.data.tokenizer_file import write_tokenizer
@@ -92,7 +92,7 @@ def build(
             progress(seen)
     for writer in writers.values():
         writer.finish()
-    write_tokenizer(folder / "tokenizer.bin", tokenizer)
+    write_tokenizer(folder / TOKENIZER_FILE, tokenizer)
     manifest["complete"] = True
     save_manifest(folder, manifest)
     return manifest

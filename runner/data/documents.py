@@ -28,6 +28,13 @@ def find_sources(pattern: str, *, key: str) -> list[Path]:
     if not paths:
         folder = " (a folder: name its files, as in folder/*.txt)" if found else ""
         raise ValueError(f"{key}={pattern!r} matches no file{folder}")
+    special = [path for path in paths if not path.is_file() and not path.is_dir()]
+    if special:
+        raise ValueError(
+            "\n".join(
+                f"{key}: {path}: is a pipe or a device; write its text to a file first" for path in special
+            )
+        )
     unreadable = [path for path in paths if not os.access(path, os.R_OK)]
     if unreadable:
         raise ValueError(

@@ -12,6 +12,7 @@ from runner.data.tokenizer import Tokenizer
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
+TOKENIZER_FILE = "tokenizer.bin"
 
 Manifest = dict[str, Any]
 
@@ -84,7 +85,8 @@ def start_or_continue(folder: Path, fresh: Manifest) -> Manifest:
     """
     manifest = read_manifest(folder)
     if manifest is None or (manifest["key"] != _plain(fresh["key"]) and not _has_shards(manifest)):
-        if any(folder.glob("*.bin")):
+        ours = set() if manifest is None else {TOKENIZER_FILE}
+        if {path.name for path in folder.glob("*.bin")} - ours:
             raise ValueError(f"{folder}: holds .bin files that no {MANIFEST} lists: choose an empty folder")
         save_manifest(folder, fresh)
         return fresh

@@ -9,17 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TextIO, get_args, get_type_hints
 
+from runner.command import HELP, keyed, leave, told
 from runner.data.build import DEFAULT_SHARD_TOKENS, Progress, build, thread_count
 from runner.data.documents import Split, assign, find_sources, read_texts
 from runner.data.manifest import Manifest, verify
 from runner.data.shard import MAX_SHARD_TOKENS
 from runner.data.tokenizer import tokenizer
-from runner.fault import fault_line
 
+MOST_WORKERS = 1024
 _EMPTY = "nothing: give more documents, a separator=, or split=tail, which holds out the end of each"
 
 
@@ -63,7 +63,7 @@ def prepare(options: Options, *, progress: Callable[[Progress], None] | None = N
         every=options.every,
         seed=options.seed,
     )
-    return build(
+    manifest = build(
         documents,
         Path(options.output).expanduser(),
         tokenizer=tokenizer(options.tokenizer),
@@ -72,25 +72,22 @@ def prepare(options: Options, *, progress: Callable[[Progress], None] | None = N
         workers=options.workers or thread_count(),
         progress=progress,
     )
+    if not any(split["tokens"] for split in manifest["splits"].values()):
+        raise ValueError(f"input={options.input!r} holds no text; name other files")
+    return manifest
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """Return the options of `name=value` arguments; ValueError with one line per mistake."""
-    known = {field.name for field in fields(Options)}
+    known = [field.name for field in fields(Options)]
     hints = get_type_hints(Options)
     values: dict[str, object] = {}
-    problems = []
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if not equals or name not in known:
-            near = get_close_matches(name, known, n=1)
-            guess = f", did you mean {near[0]}=...?" if near else f": allowed are {', '.join(sorted(known))}"
-            problems.append(f"{argument!r} is not an option{guess}")
-            continue
+    given, problems = keyed(arguments, known=known, paths=("input", "output"))
+    for name, texts in given.items():
         try:
-            values[name] = _convert(text, hints[name])
+            values[name] = _convert(texts[-1], hints[name])
         except ValueError as error:
-            problems.append(f"{argument}: {error}")
+            problems.append(f"{name}={texts[-1]}: {error}")
     if "output" not in values:
         problems.append("output=FOLDER is missing")
     if "input" not in values and not values.get("verify"):
@@ -102,22 +99,18 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    if not arguments or set(arguments) & {"-h", "--help", "help"}:
+    if not arguments or set(arguments) & {*HELP, "help"}:
         print(__doc__, "\nOptions:", *(f"  {field.name}" for field in fields(Options)), sep="\n")
         return 0
     try:
         options = parse(arguments)
         if options.verify:
-            problems = verify(Path(options.output).expanduser())
+            problems = verify(Path(options.output))
             print(*problems or [f"{options.output}: every shard is as its manifest says"], sep="\n")
             return 1 if problems else 0
         manifest = prepare(options, progress=Report(sys.stderr))
     except (ValueError, OSError) as error:
-        text = fault_line(error) if isinstance(error, OSError) else str(error)
-        print(
-            *(f"runner.data.prepare: error: {line}" for line in text.split("\n")), sep="\n", file=sys.stderr
-        )
-        return 2
+        return told("runner.data.prepare", error)
     except KeyboardInterrupt:
         print("stopped: the same command continues after the last complete shard", file=sys.stderr)
         return 130
@@ -125,8 +118,8 @@ def main(arguments: Sequence[str]) -> int:
         sizes = [shard["tokens"] for shard in split["shards"]]
         least = f" of at least {min(sizes)} tokens" if sizes else f" ({_EMPTY})"
         many = "1 shard" if len(sizes) == 1 else f"{len(sizes)} shards"
-        told = f"{split['tokens']} tokens of {split['documents']} documents in {many}{least}"
-        print(f"{name}: {told}")
+        amount = f"{split['tokens']} tokens of {split['documents']} documents in {many}{least}"
+        print(f"{name}: {amount}")
     print(f"{options.output}: complete")
     return 0
 
@@ -174,9 +167,11 @@ def _require_valid(options: Options) -> None:
         raise ValueError(f"val_fraction={options.val_fraction} must lie in [0, 1)")
     if not 1 <= options.shard_tokens <= MAX_SHARD_TOKENS:
         raise ValueError(f"shard_tokens={options.shard_tokens} must lie in [1, {MAX_SHARD_TOKENS}]")
-    if options.every < 1 or options.workers < 0:
-        raise ValueError(f"every={options.every} must be at least 1 and workers={options.workers} at least 0")
+    if options.every < 1:
+        raise ValueError(f"every={options.every} must be at least 1")
+    if not 0 <= options.workers <= MOST_WORKERS:
+        raise ValueError(f"workers={options.workers} must lie in 0..{MOST_WORKERS}; 0 is one per CPU")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave("runner.data.prepare", lambda: main(sys.argv[1:]))

@@ -39,7 +39,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes = figure.add_subplot(grid[line, :])
             _curves(axes, curves, metric=metric, title=title)
             axes.set_ylabel("nats per token")
-            if line == 1 and any(name for _, name in curves):
+            if line == 1 and axes.get_legend_handles_labels()[0]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
         axes.set_xlabel("step")
         figure.savefig(path)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.arguments import home_paths
+from runner.command import leave, told
 from runner.report import text_table
 from runner.sweep.naming import show
 from runner.sweep.rows import Row, read_rows
@@ -19,13 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = Parser(prog="python -m runner.sweep.status", description="List a sweep's cells.")
     parser.add_argument("sweep", nargs="+", help="sweep folders, as in outputs/sweeps/warmup_lr-3fa9c1")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(home_paths(sys.argv[1:] if arguments is None else list(arguments)))
     try:
-        for folder in map(Path, given.sweep):
-            print(text_table(status_table(read_rows(folder))))
+        tables = [text_table(status_table(read_rows(folder))) for folder in map(Path, given.sweep)]
     except (ValueError, OSError) as error:
-        print(f"runner.sweep.status: error: {error}", file=sys.stderr)
-        return 2
+        return told("runner.sweep.status", error)
+    print("\n".join(tables))
     return 0
 
 
@@ -53,4 +54,4 @@ def is_running(folder: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave("runner.sweep.status", main)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from runner.sweep.slots import make_slots
 from runner.sweep.tell import Teller, short
 
 Launch = Callable[..., Sequence[Any]]
+
+_BEGUN = ("progress.log", "manifest.json", "main.log", "metrics.jsonl")
+"""Files that a cell's own process writes."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +123,17 @@ def run_elsewhere(composer: Composer, jobs: Sequence[Job], *, launch: Launch) ->
     lines = {cell.number: list(job) for cell, job in zip(made, jobs, strict=True)}
     with locked(folder):
         _unchanged(folder, unique)
-        cells.add_numbers(folder, unique)
         tell = Teller(total=len(unique), parallel=1)
         tell.line(headline(folder, unique))
         results = {cell.number: done for cell in unique if (done := finished(cell)) is not None}
         todo = [cell for cell in unique if cell.number not in results]
-        for cell in todo:
-            cells.write_cell(cell)
-            (cell.folder / "result.json").unlink(missing_ok=True)
         given = [[*lines[cell.number], *_placed_lines(cell, folder)] for cell in todo]
-        returned = _launched(launch, given) if todo else []
+        with _undone_if_refused(folder, todo):
+            cells.add_numbers(folder, unique)
+            for cell in todo:
+                cells.write_cell(cell)
+                (cell.folder / "result.json").unlink(missing_ok=True)
+            returned = _launched(launch, given) if todo else []
         for cell, job in zip(todo, returned, strict=True):
             results[cell.number] = result = _result_elsewhere(cell, job)
             cells.write_result(cell.folder, result)
@@ -136,6 +141,35 @@ def run_elsewhere(composer: Composer, jobs: Sequence[Job], *, launch: Launch) ->
         summary.report(folder, tell=tell)
         tell.failures([(cell, results[cell.number]) for cell in unique])
     return conclude(folder, made, Ran(results))
+
+
+@contextlib.contextmanager
+def _undone_if_refused(folder: Path, todo: Sequence[Cell]) -> Iterator[None]:
+    """Take back what was written for cells that a launcher could not start; what has begun stays."""
+    files = [folder / "cells.json"]
+    files += [cell.folder / name for cell in todo for name in ("cell.json", "result.json")]
+    before = {path: path.read_bytes() if path.is_file() else None for path in files}
+    try:
+        yield
+    except ConfigError:
+        if any((cell.folder / name).exists() for cell in todo for name in _BEGUN):
+            raise
+        for path, content in before.items():
+            if content is not None:
+                path.write_bytes(content)
+                continue
+            path.unlink(missing_ok=True)
+        for cell in todo:
+            _remove_empty(cell.folder)
+        if before[folder / "cells.json"] is None:
+            (folder / ".sweep.lock").unlink(missing_ok=True)
+            _remove_empty(folder)
+        raise
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it holds something, or is not there
+        folder.rmdir()
 
 
 def _launched(launch: Launch, given: list[list[str]]) -> Sequence[Any]:
