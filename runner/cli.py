@@ -189,7 +189,7 @@ def start(cfg: Any, *, leader: Leader | None = None) -> Outcome:
     """
     from runner.launch import launch
 
-    return launch(resolve(cfg), leader=leader)
+    return launch(resolve(cfg), leader=leader, spare=True)
 
 
 def resolve(cfg: Any) -> dict[str, Any]:

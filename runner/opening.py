@@ -15,6 +15,11 @@ from runner.session import Session
 
 Config = dict[str, Any]
 
+_UNCOMPARED = (
+    f"{manifest.FILE_NAME} is not there: what has changed in model, optimizer, data or precision since the "
+    "checkpoint was written could not be compared"
+)
+
 
 class _Start(NamedTuple):
     """How a session begins: afresh, as the continuation of a run, or as a branch of another one."""
@@ -77,6 +82,8 @@ def _settle_start(config: Config, s: Session) -> _Start:
     if s.engine.rank == 0:
         manifest.write(s.dir, manifest.resumed(before, now) if before else now)
     events = (*restored.events, *(Note(s.progress.step, text) for text in notes))
+    if goes_on and before is None and found is not None and found.parts:  # llm.c's own have no manifest
+        events = (*events, Note(s.progress.step, _UNCOMPARED, "warning"))
     return _Start(now, restored.snapshot is not None, events)
 
 

@@ -91,3 +91,36 @@ def test_a_file_in_the_place_of_a_run_is_named(tmp_path: Path) -> None:
     for name in ("x", "x/y"):
         printed = run(*SMALL, f"run.name={name}", cwd=tmp_path, code=2)
         assert f"run.name: {tmp_path / 'outputs' / 'x'} is a file, not a folder" in printed
+
+
+def test_a_finished_record_without_a_checkpoint_is_not_emptied_unasked(tmp_path: Path) -> None:
+    command = [*SMALL, "train.steps=4", "run.name=a", "checkpoint.every=0"]
+    run(*command, cwd=tmp_path)
+    folder = tmp_path / "outputs/a"
+    record = (folder / "main.log").read_bytes()
+    (session,) = json.loads((folder / "manifest.json").read_text())["sessions"]
+    assert (session["ended"]["status"], session["ended"]["step"]) == ("finished", 4)
+    printed = run(*command, "run.seed=1", cwd=tmp_path, code=2)
+    assert printed == (
+        f"runner: error: run.name: {folder} holds the record of a run that finished at step 4 without a "
+        "checkpoint, a fresh start would empty it; choose another run.name, or pass run.overwrite=true\n"
+    )
+    assert (folder / "main.log").read_bytes() == record
+    run(*command, "run.seed=1", "run.overwrite=true", cwd=tmp_path)
+    assert (folder / "main.log").read_bytes() != record
+
+
+def test_a_run_that_did_not_finish_starts_again_by_the_same_command(tmp_path: Path) -> None:
+    command = [*SMALL, "train.steps=4", "run.name=a", "checkpoint.every=0"]
+    run(*command, "debug.raise_at=2", cwd=tmp_path, code=1)
+    run(*command, cwd=tmp_path)
+    assert (tmp_path / "outputs/a/main.log").read_text().count(" trl:") == 4
+
+
+def test_a_missing_manifest_is_told_since_nothing_can_be_compared(tmp_path: Path) -> None:
+    command = [*SMALL, "run.name=a"]
+    run(*command, "train.steps=7", "scheduler.total_steps=14", cwd=tmp_path)
+    (tmp_path / "outputs/a/manifest.json").unlink()
+    printed = run(*command, "train.steps=14", "optimizer.weight_decay=0.5", cwd=tmp_path)
+    assert printed.count("warning: manifest.json is not there: what has changed") == 1
+    assert (tmp_path / "outputs/a/manifest.json").is_file()

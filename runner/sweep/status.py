@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.lock import try_lock
 from runner.report import text_table
 from runner.sweep.naming import show
 from runner.sweep.rows import Row, read_rows
@@ -44,7 +44,7 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of a run folder."""
     try:
         with open(folder / ".lock", "rb") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try_lock(handle.fileno(), shared=True)
     except FileNotFoundError:
         return False
     except BlockingIOError:
