@@ -94,13 +94,13 @@ def launch(config: Config, *, leader: Leader | None = None, spare: bool = False)
 
 def _spare_record(folder: Path) -> None:
     step = manifest.finished_at(folder)
-    if step is not None and next(folder.glob("DONE_*"), None) is None:
-        raise ConfigError(
-            [
-                f"run.name: {folder} holds the record of a run that finished at step {step} without a "
-                "checkpoint, a fresh start would empty it; choose another run.name, or pass run.overwrite=true"
-            ]
-        )
+    if step is None or next(folder.glob("DONE_*"), None) is not None:
+        return
+    text = (
+        f"run.name: {folder} holds the record of a run that finished at step {step} without a checkpoint, "
+        "a fresh start would empty it; choose another run.name, or pass run.overwrite=true"
+    )
+    raise ConfigError([text])
 
 
 def _launch_in(folder: Path, config: Config, *, leader: Leader | None) -> Outcome:

@@ -10,6 +10,7 @@ from runner import manifest
 from runner.api import Event, Note, RunInfo, Slot
 from runner.assembly import Process, assemble_session
 from runner.branch import Branch, branch_off
+from runner.evaluate import Validation
 from runner.micro_batch import settle_micro_batch
 from runner.session import Session
 
@@ -35,7 +36,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     Raises:
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
-    run = config["run"]
+    run, given = config["run"], config
     config = settle_micro_batch(config, dir=dir, device=process.device, world=process.world)
     s = assemble_session(config, dir=dir, process=process)
     start = _settle_start(config, s)
@@ -55,6 +56,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     )
     at = s.progress.step
     cautions = [*getattr(s.outlier, "warnings", tuple)(), *_rate_caution(config, s)]
+    cautions += _validation_cautions(given, s)
     s.emit([*start.events, *(Note(at, text, "warning") for text in cautions)])
     s.meter.start()
     return s
@@ -126,6 +128,20 @@ def _rate_caution(config: Config, s: Session) -> list[str]:
         f"optimizer.lr={lr:g} is high for {parameters / 1e6:.0f}M parameters: "
         "6e-4 is usual at 125M, 2e-4 at 1.3B (GPT-3, table 2.1)"
     ]
+
+
+def _validation_cautions(given: Config, s: Session) -> list[str]:
+    """Warn of a validation set that is trained on, or whose size the machine's memory decides."""
+    used = {name: e for name, e in s.evaluators.items() if isinstance(e, Validation)}
+    lines = list(getattr(s.data, "warnings", list)()) if used else []
+    for name, e in used.items():
+        if given["train"]["micro_batch"] == "auto" and e.tokens is None:
+            same = f"evaluate.{name}.tokens={e.batches * s.plan.rows * s.plan.seq_len}"
+            lines.append(
+                f"evaluate.{name}.batches={e.batches}: with train.micro_batch=auto the memory decides on how "
+                f"many tokens the loss is measured; {same} would be the same ones everywhere"
+            )
+    return lines
 
 
 def count_parameters(layout: Sequence[Slot]) -> int:

@@ -53,9 +53,9 @@ def test_where_there_are_no_locks_a_run_and_a_sweep_start_and_say_so(
 
 
 def test_a_lock_that_fails_otherwise_is_no_lock(tmp_path: Path) -> None:
-    with failing(fcntl, "flock", errno.EIO), pytest.raises(OSError, match="Input/output"):
-        with claim({"root": str(tmp_path), "name": "x"}):
-            pass
+    run = claim({"root": str(tmp_path), "name": "x"})
+    with failing(fcntl, "flock", errno.EIO), pytest.raises(OSError, match="Input/output"), run:
+        pass
 
 
 def test_a_held_lock_is_still_held(tmp_path: Path) -> None:
