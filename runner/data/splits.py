@@ -112,7 +112,7 @@ class Splits:
             return []
         what = "it is" if len(both) == len(val) == 1 else f"{len(both)} of its {len(val)} shards are"
         return [
-            f"data.val={self.files.val!r}: {what} trained on as well ({both[0].name}), so that its loss tells "
+            f"data.val={self.files.val!r}: {what} trained on as well ({both[0].name}), so its loss tells "
             "what the model remembers; give data.val shards of its own"
         ]
 
