@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from runner import manifest, native_build
+from runner import native_build
 from runner.cli import ConfigError
 from runner.fault import fault_line, stack
 from runner.fits import show
@@ -93,6 +93,8 @@ def launch(config: Config, *, leader: Leader | None = None, spare: bool = False)
 
 
 def _spare_record(folder: Path) -> None:
+    from runner import manifest
+
     step = manifest.finished_at(folder)
     if step is None or next(folder.glob("DONE_*"), None) is not None:
         return

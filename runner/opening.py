@@ -13,6 +13,7 @@ from runner.branch import Branch, branch_off
 from runner.evaluate import Validation
 from runner.micro_batch import settle_micro_batch
 from runner.session import Session
+from runner.stale import remove_records, unwritten_records
 
 Config = dict[str, Any]
 
@@ -54,12 +55,25 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
             tags=tuple(map(str, run["tags"])),
         )
     )
+    _settle_records(s, resumed=start.resumed)
     at = s.progress.step
     cautions = [*getattr(s.outlier, "warnings", tuple)(), *_rate_caution(config, s)]
     cautions += _validation_cautions(given, s)
     s.emit([*start.events, *(Note(at, text, "warning") for text in cautions)])
     s.meter.start()
     return s
+
+
+def _settle_records(s: Session, *, resumed: bool) -> None:
+    """Let no record of an earlier start pass for one of this."""
+    if s.engine.rank != 0:
+        return
+    written, at = s.emitter.loggers.keys(), s.progress.step
+    if not resumed:
+        remove_records(s.dir, written=written)
+    elif at < s.plan.steps:
+        lines = unwritten_records(s.dir, written=written, start_step=at)
+        s.emit([Note(at, text, "warning") for text in lines])
 
 
 def _settle_start(config: Config, s: Session) -> _Start:
