@@ -152,7 +152,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
         if was == now:
             continue
         line = f"{key}: {_show(was)} -> {_show(now)}"
-        if _is_fixed(key) or (key == "run.from" and now not in (None, _ABSENT)):  # which would be ignored
+        if _is_fixed(key):
             errors.append(f"{line} may not change in a resumed run; restore it or choose another run.name")
         else:
             notes.append(line)

@@ -57,7 +57,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     )
     _settle_records(s, resumed=start.resumed)
     at = s.progress.step
-    cautions = [*getattr(s.outlier, "warnings", tuple)(), *_rate_caution(config, s)]
+    cautions = [*getattr(s.outlier, "warnings", tuple)(), *s.store.warnings(), *_rate_caution(config, s)]
     cautions += _validation_cautions(given, s)
     s.emit([*start.events, *(Note(at, text, "warning") for text in cautions)])
     s.meter.start()
@@ -83,6 +83,8 @@ def _settle_start(config: Config, s: Session) -> _Start:
     goes_on = s.store.resumes(overwrite=overwrite)
     before = manifest.read(s.dir) if goes_on else None
     notes = _changes(before, now)
+    if before:
+        _refuse_another_start(before["config"], config)
     branch = None
     if config["run"]["from"] and not goes_on:  # before an overwrite removes what a mistake here would cost
         branch = _branch(config, s)
@@ -113,6 +115,16 @@ def _changes(before: Config | None, now: Config) -> list[str]:
     if changes.errors:
         raise ValueError("\n".join(changes.errors))
     return list(changes.notes)
+
+
+def _refuse_another_start(before: Config, config: Config) -> None:
+    """Refuse a `run.from` that would be ignored, since the run goes on from its own checkpoint."""
+    was, now = before.get("run", {}).get("from"), config["run"]["from"]
+    if now is not None and now != was:
+        raise ValueError(
+            f"run.from: {was or 'null'} -> {now} may not change in a resumed run, which goes on from its own "
+            "checkpoint; leave it out, choose another run.name, or start again with run.overwrite=true"
+        )
 
 
 def _branch(config: Config, s: Session) -> Branch:

@@ -175,3 +175,15 @@ def test_a_record_that_a_continued_run_does_not_add_to_is_told(tmp_path: Path) -
     assert printed.count(said) == 1
     assert log.read_bytes() == before
     assert said not in run(*short, "logger=[llmc]", "train.steps=6", cwd=tmp_path)  # nothing to do
+
+
+def test_a_start_that_a_continued_run_would_ignore_is_refused(tmp_path: Path) -> None:
+    ran(*TINY, "train.steps=4", "checkpoint.every=2", dir=tmp_path / "trunk")
+    began = f"run.from={tmp_path}/trunk@2"
+    ran(*TINY, began, "train.steps=5", dir=tmp_path / "branch")
+    assert ran(*TINY, began, "train.steps=6", dir=tmp_path / "branch").progress.step == 6
+    assert ran(*TINY, "train.steps=7", dir=tmp_path / "branch").progress.step == 7
+    refused = r"run\.from: .* -> .*/trunk@4 may not change in a resumed run, which goes on from its own"
+    for name in ("branch", "trunk"):
+        with pytest.raises(ValueError, match=refused):
+            opened(*TINY, f"run.from={tmp_path}/trunk@4", "train.steps=9", dir=tmp_path / name)

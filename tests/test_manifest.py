@@ -84,7 +84,6 @@ def test_allowed_changes_are_noted(key: str, value: Any, line: str) -> None:
         ("train.micro_batch", 8),
         ("train.seq_len", 128),
         ("train.tokens_per_step", 1024),
-        ("run.from", "outputs/trunk@10"),  # a run that goes on would ignore it
     ],
 )
 def test_forbidden_changes_name_the_key(key: str, value: Any) -> None:
@@ -95,12 +94,6 @@ def test_forbidden_changes_name_the_key(key: str, value: Any) -> None:
         assert line.startswith(key)
         assert "may not change in a resumed run" in line
         assert "\n" not in line
-
-
-def test_a_branch_goes_on_without_saying_again_where_it_began() -> None:
-    began = made(changed("run.from", "outputs/trunk@10"))
-    assert manifest.compare(began, began) == ((), ())
-    assert manifest.compare(began, made()) == (("run.from: outputs/trunk@10 -> (absent)",), ())
 
 
 def test_other_contents_are_errors() -> None:
