@@ -95,8 +95,8 @@ class Store:
             return []
         both = math.lcm(self.every, self.major_every)
         return [
-            f"checkpoint.major_every={self.major_every} is no multiple of checkpoint.every={self.every}: only the "
-            f"checkpoints of steps {both}, {2 * both}, ... are kept for ever"
+            f"checkpoint.major_every={self.major_every} is no multiple of checkpoint.every={self.every}: "
+            f"only the checkpoints of steps {both}, {2 * both}, ... are kept for ever"
         ]
 
     # ------------------------------------------------------------ restore
