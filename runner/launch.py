@@ -180,6 +180,8 @@ def _folder(run: Config) -> tuple[Path, list[Path]]:
         folder = root / str(name)
         if blocked := next((path for path in (folder, *folder.parents) if path.is_file()), None):
             raise ConfigError([f"run.name: {blocked} is a file, not a folder; choose another run.name"])
+        if (folder / "cells.json").is_file():
+            raise ConfigError([f"run.name: {folder} holds a sweep, not a run; choose another run.name"])
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _remove_empty(made)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, run, start
+from tests.commands import SMALL, environment, run, start
 
 
 def test_runs_of_the_same_second_never_share_a_folder(tmp_path: Path) -> None:
@@ -124,3 +126,25 @@ def test_a_missing_manifest_is_told_since_nothing_can_be_compared(tmp_path: Path
     printed = run(*command, "train.steps=14", "optimizer.weight_decay=0.5", cwd=tmp_path)
     assert printed.count("warning: manifest.json is not there: what has changed") == 1
     assert (tmp_path / "outputs/a/manifest.json").is_file()
+
+
+def test_a_sweeps_folder_is_no_run_s(tmp_path: Path) -> None:
+    sweep = tmp_path / "outputs" / "sweeps" / "s"
+    sweep.mkdir(parents=True)
+    (sweep / "cells.json").write_text("{}")
+    printed = run(*SMALL, "run.name=sweeps/s", cwd=tmp_path, code=2)
+    assert printed == f"runner: error: run.name: {sweep} holds a sweep, not a run; choose another run.name\n"
+    assert [path.name for path in sweep.iterdir()] == ["cells.json"]
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir '{gone}' && exec '{sys.executable}' -m runner train.steps=1"
+    done = subprocess.run(
+        command, shell=True, cwd=gone, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "runner: error: the folder that this command was given in is gone; go to one that is there\n"
+    )
