@@ -62,6 +62,10 @@ def run_command(arguments: Sequence[str]) -> int:
     from runner.stop import StartUp
 
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        return _refuse(["the folder that this command was given in is gone; go to one that is there"])
+    try:
         place = placed()
     except ValueError as error:
         return _refuse([str(error)])
@@ -189,7 +193,7 @@ def start(cfg: Any, *, leader: Leader | None = None) -> Outcome:
     """
     from runner.launch import launch
 
-    return launch(resolve(cfg), leader=leader)
+    return launch(resolve(cfg), leader=leader, spare=True)
 
 
 def resolve(cfg: Any) -> dict[str, Any]:

@@ -25,16 +25,24 @@ log = logging.getLogger(__name__)
 class Validation:
     """Measure the loss on the same `batches` micro-batches every `every` steps, and at the end.
 
-    The ranks share them, so that the value does not depend on how many there are.
+    The ranks share them, so that the value does not depend on how many there are. With `tokens` it does not
+    depend on the size of a micro-batch either: so many from the start of the set, in whole sequences.
     """
 
-    def __init__(self, *, every: Annotated[int, Ge(1)] = 250, batches: Annotated[int, Ge(1)] = 20) -> None:
+    def __init__(
+        self,
+        *,
+        every: Annotated[int, Ge(1)] = 250,
+        batches: Annotated[int, Ge(1)] = 20,
+        tokens: Annotated[int, Ge(1)] | None = None,
+    ) -> None:
         if every < 1 or batches < 1:
             raise ValueError(
                 f"evaluate.val.every={every} and evaluate.val.batches={batches} must be at least 1"
             )
         self.every = every
         self.batches = batches
+        self.tokens = tokens
         self._stream: Stream | None = None
         self._start: State = {}
         self._bytes_per_token: float | None = None
@@ -48,16 +56,19 @@ class Validation:
         yield ValLoss(step, loss, loss / math.log(2) / self._bytes_per_token)
 
     def _mean_loss(self, view: View, stream: Stream) -> float:
-        rank, world = view.engine.rank, view.engine.world
+        rank, world, size = view.engine.rank, view.engine.world, view.micro_batch
+        rows = self.batches * size if self.tokens is None else -(-self.tokens // view.seq_len)
         total = torch.zeros((), dtype=torch.float64, device=view.engine.device)
-        for first in range(0, self.batches, world):
+        for first in range(0, -(-rows // size), world):
             batch = stream.next()
+            counted = min(size, max(0, rows - (first + rank) * size))  # of this rank's batch
+            used = slice(counted or size)
             with view.autocast():
-                loss = view.model(batch.inputs, batch.targets).double()
+                loss = view.model(batch.inputs[used], batch.targets[used]).double()
             # All ranks run as many batches, as a sharded model needs; what is too many does not count.
-            if first + rank < self.batches:
-                total += loss
-        return float(view.engine.mean(total)) * world / self.batches
+            if counted:
+                total += loss * (counted / size)
+        return float(view.engine.mean(total)) * world / (rows / size)
 
     def close(self) -> None:
         """Release the validation files."""

@@ -45,6 +45,16 @@ def is_plain(annotation: Any) -> bool:
     return origin is Literal or annotation in (bool, int, float, str, Path, None, type(None))
 
 
+def _as_text(value: Any) -> str:
+    """Say how a number that came as a text is written: an environment variable's always does."""
+    try:
+        number = isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        number = False
+    way = "write it without quotes; from the environment by ${oc.decode:${oc.env:NAME}}"
+    return f" (a text: {way})" if number else ""
+
+
 def _scalar(value: Any, kind: Any) -> str | None:
     if kind is bool:
         return None if isinstance(value, bool) else f"expected true or false, got {show(value)}"
@@ -53,10 +63,10 @@ def _scalar(value: Any, kind: Any) -> str | None:
             digits = f" (write {int(value)})" if abs(value) < 2**53 else ""  # exact only up to there
             return f"expected a whole number, got {show(value)}{digits}"
         fits = isinstance(value, int) and not isinstance(value, bool)
-        return None if fits else f"expected a whole number, got {show(value)}"
+        return None if fits else f"expected a whole number, got {show(value)}{_as_text(value)}"
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"expected a number, got {show(value)}"
+            return f"expected a number, got {show(value)}{_as_text(value)}"
         return None if math.isfinite(value) else f"must be a finite number, got {show(value)}"
     if kind in (str, Path):
         fits = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from runner import closing
+from runner import closing, manifest
 from runner.assembly import Process, choose_device
 from runner.checkpoint.folder import done_steps
 from runner.cli import ConfigError
@@ -85,7 +85,7 @@ def _open(
 
 def _train(s: Session, config: Config) -> Outcome:
     status: Status = "failed"
-    code, message = 1, ""
+    code, message, began = 1, "", s.progress.step
     try:
         if s.progress.step < s.plan.steps:
             train(s)
@@ -103,9 +103,18 @@ def _train(s: Session, config: Config) -> Outcome:
         status, code = ("failed", 1) if status == "finished" else (status, code)
         message = message or f"the record is not complete: logger.{', logger.'.join(lacking)} (see above)"
     outcome = Outcome(s.dir, status, code, s.progress.step, s.progress.val_loss, message)
+    if s.engine.rank == 0 and began < s.plan.steps:
+        _note_end(outcome)
     if s.engine.rank == 0 and (s.progress.step or status != "stopped"):
         closing.report(s, config, outcome)
     return outcome
+
+
+def _note_end(outcome: Outcome) -> None:
+    try:
+        manifest.end_session(outcome.dir, status=outcome.status, step=outcome.step)
+    except (ValueError, OSError) as error:  # the record itself is complete, or was told not to be
+        log.warning("manifest.json does not say how the run ended: %s", error)
 
 
 def _verdict(s: Session) -> tuple[Status, int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import logging
 import os
 import re
 import shutil
@@ -20,8 +20,11 @@ from runner import native_build
 from runner.cli import ConfigError
 from runner.fault import fault_line, stack
 from runner.fits import show
+from runner.lock import UNLOCKED, try_lock
 from runner.ranks import Leader, Place, first_to, hear, meet
 from runner.stop import Interrupted, undisturbed
+
+log = logging.getLogger(__name__)
 
 Config = dict[str, Any]
 
@@ -70,8 +73,10 @@ class RankError(RuntimeError):
         self.trace, self.code = trace, code
 
 
-def launch(config: Config, *, leader: Leader | None = None) -> Outcome:
+def launch(config: Config, *, leader: Leader | None = None, spare: bool = False) -> Outcome:
     """Run a checked configuration to its end on every rank; `leader` if another program started them.
+
+    `spare`: leave the record of a finished run alone that no checkpoint could be continued from.
 
     Raises:
         ConfigError: the run folder cannot be used, or what it holds forbids this run.
@@ -79,10 +84,25 @@ def launch(config: Config, *, leader: Leader | None = None) -> Outcome:
         Interrupted: a signal came before anything was trained.
     """
     with claim(config["run"]) as folder:
+        if spare and not config["run"]["overwrite"]:
+            _spare_record(folder)
         outcome = _launch_in(folder, config, leader=leader)
         if outcome.status == "stopped" and outcome.step == 0:
             raise Interrupted(outcome.code - 128)
         return outcome
+
+
+def _spare_record(folder: Path) -> None:
+    from runner import manifest
+
+    step = manifest.finished_at(folder)
+    if step is None or next(folder.glob("DONE_*"), None) is not None:
+        return
+    text = (
+        f"run.name: {folder} holds the record of a run that finished at step {step} without a checkpoint, "
+        "a fresh start would empty it; choose another run.name, or pass run.overwrite=true"
+    )
+    raise ConfigError([text])
 
 
 def _launch_in(folder: Path, config: Config, *, leader: Leader | None) -> Outcome:
@@ -160,6 +180,8 @@ def _folder(run: Config) -> tuple[Path, list[Path]]:
         folder = root / str(name)
         if blocked := next((path for path in (folder, *folder.parents) if path.is_file()), None):
             raise ConfigError([f"run.name: {blocked} is a file, not a folder; choose another run.name"])
+        if (folder / "cells.json").is_file():
+            raise ConfigError([f"run.name: {folder} holds a sweep, not a run; choose another run.name"])
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _remove_empty(made)
@@ -198,7 +220,8 @@ def _lock(folder: Path) -> Iterator[None]:
         raise ConfigError([_unusable(error, folder)]) from error
     with handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(handle.fileno()):
+                log.warning(UNLOCKED, folder, "run.name")
         except BlockingIOError:
             handle.seek(0)
             owner = re.sub(r"\D", "", handle.read()) or "unknown"

@@ -72,6 +72,25 @@ def session(*, world: int, start_step: int, command: Sequence[str]) -> dict[str,
     }
 
 
+def end_session(folder: Path, *, status: str, step: int) -> None:
+    """Note in the run folder's manifest how the session that wrote it ended."""
+    manifest = read(folder)
+    if manifest is not None and manifest.get("sessions"):
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        manifest["sessions"][-1]["ended"] = {"at": now, "status": status, "step": step}
+        write(folder, manifest)
+
+
+def finished_at(folder: Path) -> int | None:
+    """Return the step at which the folder's last session finished; None if it did not, or nobody knows."""
+    try:
+        manifest = read(folder)
+        ended = manifest["sessions"][-1]["ended"] if manifest else {}
+        return int(ended["step"]) if ended["status"] == "finished" else None
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
 def config_hash(config: Mapping[str, Any]) -> str:
     """Identify a resolved configuration, whatever the order of its keys."""
     return hashlib.sha256(_text(config, indent=None).encode()).hexdigest()[:16]

@@ -13,8 +13,14 @@ from runner.branch import Branch, branch_off
 from runner.evaluate import Validation
 from runner.micro_batch import settle_micro_batch
 from runner.session import Session
+from runner.stale import remove_records, unwritten_records
 
 Config = dict[str, Any]
+
+_UNCOMPARED = (
+    f"{manifest.FILE_NAME} is not there: what has changed in model, optimizer, data or precision since the "
+    "checkpoint was written could not be compared"
+)
 
 
 class _Start(NamedTuple):
@@ -31,7 +37,7 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
     Raises:
         ValueError: one line per reason why this run cannot start or go on in `dir`.
     """
-    run = config["run"]
+    run, given = config["run"], config
     config = settle_micro_batch(config, dir=dir, device=process.device, world=process.world)
     s = assemble_session(config, dir=dir, process=process)
     start = _settle_start(config, s)
@@ -49,11 +55,25 @@ def open_session(config: Config, *, dir: Path, process: Process) -> Session:
             tags=tuple(map(str, run["tags"])),
         )
     )
+    _settle_records(s, resumed=start.resumed)
     at = s.progress.step
-    cautions = [*getattr(s.outlier, "warnings", tuple)(), *_rate_caution(config, s), *_losses_caution(s)]
+    cautions = [*getattr(s.outlier, "warnings", tuple)(), *s.store.warnings(), *_rate_caution(config, s)]
+    cautions += [*_losses_caution(s), *_validation_cautions(given, s)]
     s.emit([*start.events, *(Note(at, text, "warning") for text in cautions)])
     s.meter.start()
     return s
+
+
+def _settle_records(s: Session, *, resumed: bool) -> None:
+    """Let no record of an earlier start pass for one of this."""
+    if s.engine.rank != 0:
+        return
+    written, at = s.emitter.loggers.keys(), s.progress.step
+    if not resumed:
+        remove_records(s.dir, written=written)
+    elif at < s.plan.steps:
+        lines = unwritten_records(s.dir, written=written, start_step=at)
+        s.emit([Note(at, text, "warning") for text in lines])
 
 
 def _settle_start(config: Config, s: Session) -> _Start:
@@ -63,6 +83,8 @@ def _settle_start(config: Config, s: Session) -> _Start:
     goes_on = s.store.resumes(overwrite=overwrite)
     before = manifest.read(s.dir) if goes_on else None
     notes = _changes(before, now)
+    if before:
+        _refuse_another_start(before["config"], config)
     branch = None
     if config["run"]["from"] and not goes_on:  # before an overwrite removes what a mistake here would cost
         branch = _branch(config, s)
@@ -78,6 +100,8 @@ def _settle_start(config: Config, s: Session) -> _Start:
     if s.engine.rank == 0:
         manifest.write(s.dir, manifest.resumed(before, now) if before else now)
     events = (*restored.events, *(Note(s.progress.step, text) for text in notes))
+    if goes_on and before is None and found is not None and found.parts:  # llm.c's own have no manifest
+        events = (*events, Note(s.progress.step, _UNCOMPARED, "warning"))
     return _Start(now, restored.snapshot is not None, events)
 
 
@@ -91,6 +115,16 @@ def _changes(before: Config | None, now: Config) -> list[str]:
     if changes.errors:
         raise ValueError("\n".join(changes.errors))
     return list(changes.notes)
+
+
+def _refuse_another_start(before: Config, config: Config) -> None:
+    """Refuse a `run.from` that would be ignored, since the run goes on from its own checkpoint."""
+    was, now = before.get("run", {}).get("from"), config["run"]["from"]
+    if now is not None and now != was:
+        raise ValueError(
+            f"run.from: {was or 'null'} -> {now} may not change in a resumed run, which goes on from its own "
+            "checkpoint; leave it out, choose another run.name, or start again with run.overwrite=true"
+        )
 
 
 def _branch(config: Config, s: Session) -> Branch:
@@ -131,6 +165,20 @@ def _losses_caution(s: Session) -> list[str]:
         f"{' and '.join(names)} both write the validation loss: the tel lines of main.log, val/loss and the "
         "best loss mix them; keep one of them"
     ]
+
+
+def _validation_cautions(given: Config, s: Session) -> list[str]:
+    """Warn of a validation set that is trained on, or whose size the machine's memory decides."""
+    used = {name: e for name, e in s.evaluators.items() if isinstance(e, Validation)}
+    lines = list(getattr(s.data, "warnings", list)()) if used else []
+    for name, e in used.items():
+        if given["train"]["micro_batch"] == "auto" and e.tokens is None:
+            same = f"evaluate.{name}.tokens={e.batches * s.plan.rows * s.plan.seq_len}"
+            lines.append(
+                f"evaluate.{name}.batches={e.batches}: with train.micro_batch=auto the memory decides on how "
+                f"many tokens the loss is measured; {same} would be the same ones everywhere"
+            )
+    return lines
 
 
 def count_parameters(layout: Sequence[Slot]) -> int:

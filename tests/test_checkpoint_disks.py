@@ -89,6 +89,17 @@ def test_keep_counts_numerically_and_spares_majors(tmp_path: Path) -> None:
     assert not any("00008000" in name for name in names(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("keep", "every", "major_every", "told"),
+    [(1, 5, 7, True), (None, 5, 7, False), (1, 5, 10, False), (1, 5, 0, False), (1, 0, 7, False)],
+)
+def test_majors_that_are_never_saved_are_told(
+    keep: int | None, every: int, major_every: int, told: bool, tmp_path: Path
+) -> None:
+    lines = make_store(tmp_path, keep=keep, every=every, major_every=major_every).warnings()
+    assert [("only the checkpoints of steps 35, 70, ... are kept" in line) for line in lines] == [True] * told
+
+
 def test_low_step_in_an_old_folder_survives(tmp_path: Path) -> None:
     for step in (100, 200):
         save(make_store(tmp_path), gpt2_snapshot(step))

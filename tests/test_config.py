@@ -36,6 +36,11 @@ def test_texts_of_a_list_are_texts() -> None:
     [
         ({"steps": "abc"}, "train.steps: expected a whole number, got 'abc'"),
         ({"steps": -1}, "train.steps: must be >= 1, got -1"),
+        (
+            {"steps": "5"},
+            "train.steps: expected a whole number, got '5' (a text: write it without quotes; from the "
+            "environment by ${oc.decode:${oc.env:NAME}})",
+        ),
         ({"steps": 1000.0}, "train.steps: expected a whole number, got 1000.0 (write 1000)"),
         ({"steps": True}, "train.steps: expected a whole number, got true"),
         ({"steps": None}, "train.steps: expected a whole number, got null"),

@@ -168,6 +168,18 @@ def test_too_short_a_validation_set(shards):
     assert "data.val" in line
 
 
+def test_validation_shards_that_are_trained_on_are_told(shards, tmp_path):
+    assert Shards(**shards).warnings() == []
+    (line,) = Shards(**shards | {"val": shards["train"]}).warnings()
+    assert f"data.val={shards['train']!r}: " in line
+    assert "2 of its 2 shards are trained on as well" in line
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "v.bin"
+    link.symlink_to(sorted(tmp_path.glob("t*.bin"))[0])  # the same file by another name
+    (line,) = Shards(**shards | {"val": str(link)}).warnings()
+    assert "it is trained on as well" in line
+
+
 def test_shards_with_a_tokenizer(shards):
     data = Shards(**shards, tokenizer="byte", vocab_size=257)
     assert data.bytes_per_token() == 1.0
@@ -265,7 +277,7 @@ def test_the_name_that_decides_how_a_file_is_read_decides_its_cache_too(tmp_path
         (None, {}, "matches no file"),
         (b"", {}, "leaves nothing for"),
         (b"tiny", {}, "leaves nothing for"),
-        (b"tiny text\n" * 3, {}, "no shard holds"),
+        (b"tiny text\n" * 3, {}, "no shard for validation holds"),
         (b"ab\xff" * 300, {}, "not UTF-8"),
         (b"words " * 300, {"separator": "@"}, "leaves nothing for"),
     ],

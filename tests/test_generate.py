@@ -13,6 +13,7 @@ from runner import generate as command
 from runner.api import Sample, View
 from runner.evaluate import TextSamples, Validation
 from runner.generate import LoadedRun, generate
+from tests.sessions import TINY, opened, ran
 
 V, PADDED, CONTEXT = 10, 16, 8
 
@@ -132,6 +133,19 @@ class Batches:
         self.position = None
 
 
+class Dealt(Batches):
+    """What one of several ranks gets of `Batches`."""
+
+    def __init__(self, rank, world):
+        super().__init__()
+        self.skip, self.position = world - 1, rank
+
+    def next(self):
+        batch = super().next()
+        self.position += self.skip
+        return batch
+
+
 def view_of(model, **data):
     engine = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"), mean=lambda x: x)
     corpus = SimpleNamespace(tokenizer=Digits(), val=lambda **where: Batches(), **data)
@@ -182,6 +196,39 @@ def test_validation_repeats_itself_and_leaves_training_alone():
     assert model.weight.grad is None
     assert torch.equal(torch.get_rng_state(), before)
     validate.close()
+
+
+def test_validation_by_tokens_does_not_depend_on_the_micro_batch(tmp_path):
+    settings = ["data=moby", "train.steps=1", "train.tokens_per_step=64", "optimizer.lr=0", "evaluate=val"]
+    losses = {}
+    for rows in (1, 2, 4):
+        run = [*TINY, *settings, f"train.micro_batch={rows}"]
+        for key in ("tokens=100", "batches=7"):  # 100 tokens are 7 sequences of 16
+            session = ran(*run, f"evaluate.val.{key}", dir=tmp_path / f"{key}-{rows}")
+            losses.setdefault(key, []).append(session.progress.val_loss)
+    assert losses["tokens=100"][0] == losses["batches=7"][0]  # one sequence in a batch: the same thing
+    assert losses["tokens=100"] == pytest.approx([losses["tokens=100"][0]] * 3, abs=1e-6)
+    assert losses["batches=7"][2] != pytest.approx(losses["batches=7"][0], abs=1e-6)
+
+
+def test_a_validation_set_that_depends_on_the_memory_is_told(tmp_path):
+    auto = [*TINY, "logger=[jsonl]", "evaluate=val", "train.micro_batch=auto", "train.tokens_per_step=64"]
+    for name, more in (("a", []), ("b", ["evaluate.val.tokens=1280"])):
+        opened(*auto, *more, dir=tmp_path / name).emitter.close("stopped")
+    said = "the memory decides on how many tokens the loss is measured; evaluate.val.tokens=1280 would"
+    assert (tmp_path / "a" / "metrics.jsonl").read_text().count(said) == 1
+    assert said not in (tmp_path / "b" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_share_validation_by_tokens(world):
+    means = []
+    for rank in range(world):
+        view = view_of(Counter())
+        view.engine.__dict__.update(rank=rank, world=world, mean=lambda x: means.append(float(x)) or x)
+        view.data.val = lambda *, rank, world, **where: Dealt(rank, world)
+        list(Validation(tokens=18)(view, 0))  # 5 sequences of 4 in batches of 2: the last one half
+    assert sum(means) / (5 / 2) == pytest.approx((0 * 2 - 50 * 2 - 50) / 5)
 
 
 def test_the_bytes_of_a_token_are_measured_once():

@@ -150,3 +150,40 @@ def test_data_may_move_but_not_change(tmp_path: Path) -> None:
     write_shard(tmp_path / "new" / "train.bin", tokens[::-1].copy())
     with pytest.raises(ValueError, match="data: not what the run was trained with"):
         opened(*data("new"), "train.steps=6", dir=tmp_path / "x")
+
+
+@pytest.mark.parametrize("afresh", ["run.overwrite=true", "debug.raise_at=null"])
+def test_no_record_of_an_earlier_start_passes_for_one_of_this(afresh: str, tmp_path: Path) -> None:
+    every = ["logger=[llmc,jsonl,tensorboard]", "train.steps=9", "checkpoint.every=0", "run.plot=true"]
+    run(*TINY, *every, "debug.raise_at=7", "run.name=x", cwd=tmp_path, code=1)
+    folder = tmp_path / "outputs" / "x"
+    (folder / "loss.png").touch()
+    run(*TINY, *every, "logger=[llmc]", "train.steps=3", "run.plot=false", afresh, "run.name=x", cwd=tmp_path)
+    assert (folder / "main.log").read_text().count(" trl:") == 3
+    assert not (folder / "metrics.jsonl").exists()
+    assert not (folder / "loss.png").exists()
+    assert list((folder / "tensorboard").iterdir()) == []
+
+
+def test_a_record_that_a_continued_run_does_not_add_to_is_told(tmp_path: Path) -> None:
+    short = [*TINY, "run.name=x", "checkpoint.every=2", "scheduler=constant"]
+    run(*short, "logger=[llmc,jsonl]", "train.steps=4", cwd=tmp_path)
+    log = tmp_path / "outputs" / "x" / "metrics.jsonl"
+    before = log.read_bytes()
+    printed = run(*short, "logger=[llmc]", "train.steps=6", cwd=tmp_path)
+    said = "metrics.jsonl stays as it is and will lack the steps from 4 on, since logger=jsonl is not chosen"
+    assert printed.count(said) == 1
+    assert log.read_bytes() == before
+    assert said not in run(*short, "logger=[llmc]", "train.steps=6", cwd=tmp_path)  # nothing to do
+
+
+def test_a_start_that_a_continued_run_would_ignore_is_refused(tmp_path: Path) -> None:
+    ran(*TINY, "train.steps=4", "checkpoint.every=2", dir=tmp_path / "trunk")
+    began = f"run.from={tmp_path}/trunk@2"
+    ran(*TINY, began, "train.steps=5", dir=tmp_path / "branch")
+    assert ran(*TINY, began, "train.steps=6", dir=tmp_path / "branch").progress.step == 6
+    assert ran(*TINY, "train.steps=7", dir=tmp_path / "branch").progress.step == 7
+    refused = r"run\.from: .* -> .*/trunk@4 may not change in a resumed run, which goes on from its own"
+    for name in ("branch", "trunk"):
+        with pytest.raises(ValueError, match=refused):
+            opened(*TINY, f"run.from={tmp_path}/trunk@4", "train.steps=9", dir=tmp_path / name)

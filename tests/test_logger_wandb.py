@@ -32,7 +32,7 @@ if "id" in a:
 begin = time.monotonic()
 start, steps = a.get("start", 0), a["steps"]
 info = RunInfo("name", Path(a["dir"]), {"optimizer": {"lr": 0.5}}, {"git": "abc", "diff": "x" * 5000}, start,
-               start > 0, steps, "sweep", ("tag",))
+               start > 0, steps, "sweep", tuple(a.get("tags", ["tag"])))
 logger.open(info)
 opened_s, worst_s = time.monotonic() - begin, 0.0
 for s in range(start, steps):
@@ -137,6 +137,23 @@ def check_the_run(run, *, report, folder):
     assert (config["optimizer"], config["manifest"]) == ({"lr": 0.5}, {"git": "abc"})
     folder = next(folder.glob("wandb/offline-run-*"))
     assert report["hint"] == f"wandb: look with `wandb leet {folder}`, upload with `wandb sync {folder}`"
+
+
+def test_what_is_not_set_comes_from_wandbs_own_variables_and_the_run_itself_never(tmp_path):
+    names = ("PROJECT", "ENTITY", "TAGS", "NOTES", "RUN_ID", "NAME", "RESUME", "DIR")
+    env = {f"WANDB_{name}": f"env-{name.lower()}" for name in names} | {"WANDB_MODE": "offline"}
+    env |= {"WANDB_RESUME": "must"}
+    report, said = start(tmp_path, env=env, steps=2, tags=[])
+    assert not report["off"], said
+    run = read(tmp_path)[1]["run"].run
+    assert (run.project, run.entity, run.notes, list(run.tags)) == (
+        *("env-project", "env-entity", "env-notes"),
+        ["env-tags"],
+    )
+    assert (run.run_id, run.display_name) == (report["id"], "name")
+
+    start(tmp_path / "plain", steps=2, settings={"mode": "offline"}, tags=[])
+    assert read(tmp_path / "plain")[1]["run"].run.project == "runner"
 
 
 def test_resume_keeps_the_id_and_takes_steps_back(tmp_path):

@@ -53,6 +53,10 @@ def test_any_optimizer_of_torch_by_its_own_arguments() -> None:
     fresh = [part.param for part in segments()]
     assert not any(torch.equal(part.param, p) for part, p in zip(parts, fresh, strict=True))
 
+    node = {"_target_": "torch.optim.Adam", "lr": 0.1, "foreach": True, "fused": True}
+    with pytest.raises(ValueError, match=r"^optimizer: .*`fused` and `foreach` cannot be"):
+        assemble(segments(), node=node, make=build, takes=frozenset({"params"}), rng=ModelRng())
+
 
 def test_soap_of_a_library_trains_skips_and_goes_on() -> None:
     pytest.importorskip("pytorch_optimizer")

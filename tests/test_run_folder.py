@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL, run, start
+from tests.commands import SMALL, environment, run, start
 
 
 def test_runs_of_the_same_second_never_share_a_folder(tmp_path: Path) -> None:
@@ -91,3 +93,58 @@ def test_a_file_in_the_place_of_a_run_is_named(tmp_path: Path) -> None:
     for name in ("x", "x/y"):
         printed = run(*SMALL, f"run.name={name}", cwd=tmp_path, code=2)
         assert f"run.name: {tmp_path / 'outputs' / 'x'} is a file, not a folder" in printed
+
+
+def test_a_finished_record_without_a_checkpoint_is_not_emptied_unasked(tmp_path: Path) -> None:
+    command = [*SMALL, "train.steps=4", "run.name=a", "checkpoint.every=0"]
+    run(*command, cwd=tmp_path)
+    folder = tmp_path / "outputs/a"
+    record = (folder / "main.log").read_bytes()
+    (session,) = json.loads((folder / "manifest.json").read_text())["sessions"]
+    assert (session["ended"]["status"], session["ended"]["step"]) == ("finished", 4)
+    printed = run(*command, "run.seed=1", cwd=tmp_path, code=2)
+    assert printed == (
+        f"runner: error: run.name: {folder} holds the record of a run that finished at step 4 without a "
+        "checkpoint, a fresh start would empty it; choose another run.name, or pass run.overwrite=true\n"
+    )
+    assert (folder / "main.log").read_bytes() == record
+    run(*command, "run.seed=1", "run.overwrite=true", cwd=tmp_path)
+    assert (folder / "main.log").read_bytes() != record
+
+
+def test_a_run_that_did_not_finish_starts_again_by_the_same_command(tmp_path: Path) -> None:
+    command = [*SMALL, "train.steps=4", "run.name=a", "checkpoint.every=0"]
+    run(*command, "debug.raise_at=2", cwd=tmp_path, code=1)
+    run(*command, cwd=tmp_path)
+    assert (tmp_path / "outputs/a/main.log").read_text().count(" trl:") == 4
+
+
+def test_a_missing_manifest_is_told_since_nothing_can_be_compared(tmp_path: Path) -> None:
+    command = [*SMALL, "run.name=a"]
+    run(*command, "train.steps=7", "scheduler.total_steps=14", cwd=tmp_path)
+    (tmp_path / "outputs/a/manifest.json").unlink()
+    printed = run(*command, "train.steps=14", "optimizer.weight_decay=0.5", cwd=tmp_path)
+    assert printed.count("warning: manifest.json is not there: what has changed") == 1
+    assert (tmp_path / "outputs/a/manifest.json").is_file()
+
+
+def test_a_sweeps_folder_is_no_run_s(tmp_path: Path) -> None:
+    sweep = tmp_path / "outputs" / "sweeps" / "s"
+    sweep.mkdir(parents=True)
+    (sweep / "cells.json").write_text("{}")
+    printed = run(*SMALL, "run.name=sweeps/s", cwd=tmp_path, code=2)
+    assert printed == f"runner: error: run.name: {sweep} holds a sweep, not a run; choose another run.name\n"
+    assert [path.name for path in sweep.iterdir()] == ["cells.json"]
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir '{gone}' && exec '{sys.executable}' -m runner train.steps=1"
+    done = subprocess.run(
+        command, shell=True, cwd=gone, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "runner: error: the folder that this command was given in is gone; go to one that is there\n"
+    )

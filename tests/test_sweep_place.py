@@ -37,6 +37,8 @@ def test_the_run_s_place_names_and_labels_are_those_of_the_sweep(tmp_path: Path)
         ((TWO, "run.name=a,b"), "run.name: a sweep's cells are folders 000, 001, ..."),
         ((TWO, "run.root=a,b"), "run.root: a sweep's cells are folders 000, 001, ..."),
         ((TWO, "run.name=a", "sweep.name=b"), "run.name: 'a', but sweep.name='b' names the folder"),
+        ((TWO, "sweep.parallel=1,2"), "sweep.parallel: a setting of the sweep as a whole"),
+        ((TWO, "sweep.search.trials=range(2,4)"), "sweep.search.trials: a setting of the sweep as a whole"),
         ((TWO, "run.name=a/../b"), "sweep.name: 'a/../b' is not a folder name"),
     ],
 )

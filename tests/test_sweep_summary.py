@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_every_form_of_sweep_is_drawn(tmp_path: Path, settings: list[dict[str, A
     page = (tmp_path / "summary.html").read_text()
     assert "data:image/png;base64," in page
     assert "//" not in page.replace("data:image", "").split("base64,")[0]
+
+
+def test_a_sweep_that_validates_nothing_is_drawn_with_its_cells_named(tmp_path: Path) -> None:
+    write(tmp_path, grid(run__seed=[1, 2]), [math.nan, math.nan])
+    for log in tmp_path.glob("*/metrics.jsonl"):
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(line for line in lines if "ValLoss" not in line))
+    rows = [replace(row, label=f"seed={row.number}") for row in read_rows(tmp_path)]
+    shown: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: shown.extend(legends(figure)))
+        figures.draw(rows, tmp_path / "x.png")
+    assert shown == [["seed=0", "seed=1"]]
+
+
+def legends(figure: Any) -> list[list[str]]:
+    found = (axes.get_legend() for axes in figure.axes)
+    return [[text.get_text() for text in legend.get_texts()] for legend in found if legend is not None]
 
 
 def test_seeds_are_grouped(tmp_path: Path) -> None:

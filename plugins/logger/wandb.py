@@ -22,6 +22,7 @@ _LOG = logging.getLogger(__name__)
 _QUEUE_EVENTS = 100_000
 _HEAD_START_S = 5.0  # importing wandb beside the first step would only delay it
 _BURST_S = 1.0  # rows wait for each other: one on its own costs a small model's loop four times as much
+_PROJECT = "runner"
 _LONG_TEXT = 1000  # a manifest's diff is no setting that anybody compares
 
 
@@ -35,6 +36,9 @@ class WandbLogger:
     steps that a crash threw away and the resumed run repeats are accepted: they appear twice, at the
     same place on the curve.
 
+    What is None here is taken from wandb's own environment variables and settings files; the run's id, name
+    and folder are always ours, so that a variable left over from another run cannot join the two.
+
     `mode: auto` is online if an API key is configured (environment, netrc or wandb's settings files)
     and offline otherwise. If the server cannot be reached the run is written offline.
     """
@@ -42,7 +46,7 @@ class WandbLogger:
     def __init__(
         self,
         *,
-        project: str = "runner",
+        project: str | None = None,
         entity: str | None = None,
         mode: Literal["auto", "online", "offline", "disabled"] = "auto",
         every: Annotated[int, Ge(1)] = 1,
@@ -52,7 +56,8 @@ class WandbLogger:
         notes: str | None = None,
         close_s: Annotated[float, Gt(0)] = 30.0,
     ) -> None:
-        self._about = {"project": project, "entity": entity, "job_type": job_type, "notes": notes}
+        self._about = {"entity": entity, "job_type": job_type, "notes": notes}
+        self._project = project
         self._mode = mode
         self._every = every
         self._group = group
@@ -153,12 +158,14 @@ class WandbLogger:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else a silent server delays the exit
         import wandb
 
-        mode = _resolve_mode(self._mode, settings=_quiet_setup(wandb).settings)
+        settings = _quiet_setup(wandb).settings
+        mode = _resolve_mode(self._mode, settings=settings)
         about: dict[str, Any] = self._about | {
+            "project": self._project or settings.project or _PROJECT,
             "id": self._id,
             "name": run.name,
             "group": run.group or self._group,
-            "tags": sorted({*self._tags, *run.tags}),
+            "tags": sorted({*self._tags, *run.tags}) or None,  # an empty list would hide WANDB_TAGS
             "config": run.config | {"manifest": _short(run.manifest)},
             "dir": str(run.dir),
             "resume": "allow",

@@ -26,6 +26,8 @@ _STAGE_BYTES = 4 << 20  # one direct write through the aligned stage
 _PIECE_BYTES = 8 << 20  # one direct write; larger ones gain 2 %, and live memory is given back piece by piece
 _DIRECT_FROM_BYTES = 8 << 20  # smaller files gain nothing from skipping the page cache
 
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)  # FUSE, CIFS and others
+
 
 class Written(NamedTuple):
     """What a file must look like when it is read back."""
@@ -147,10 +149,13 @@ class _File:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Wait until the disk has the folder's names (renames and removals)."""
+    """Wait until the disk has the folder's names (renames and removals), where its file system can say so."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(fd)
 
@@ -163,9 +168,11 @@ def write_atomic(path: Path, data: bytes) -> None:
     fsync_dir(path.parent)
 
 
-def free_bytes(folder: Path) -> int:
-    """Return how much an ordinary user may still write there (quotas excluded)."""
+def free_bytes(folder: Path) -> int | None:
+    """Return how much an ordinary user may still write there (quotas excluded), None if nobody knows."""
     status = os.statvfs(folder)
+    if status.f_blocks == 0:  # a file system without a size, such as an object store behind FUSE
+        return None
     return status.f_bavail * status.f_frsize
 
 

@@ -93,4 +93,4 @@ def short_of_space(job: Job, folder: Path, *, ranks: int) -> str | None:
         free = disk.free_bytes(folder)
     except OSError as error:
         return f"{folder}: {error.strerror or error}"
-    return f"{folder}: {free} bytes free, {need} needed" if free < need else None
+    return f"{folder}: {free} bytes free, {need} needed" if free is not None and free < need else None

@@ -49,9 +49,13 @@ def check_topology(saved: Snapshot, live: Snapshot, *, allow_reshard: bool) -> b
     if was == now:
         return False
     if not allow_reshard:
+        if saved.world == live.world:
+            way, cost = "use its kind of parallel", "state and order of the data stay exact"
+        else:
+            way, cost = "start it with as many ranks", "the state is exact, the order of the data changes"
         raise ValueError(
-            f"checkpoint {saved.step} was written by {was}, this run has {now}; start it with as many ranks, "
-            "or pass checkpoint.allow_reshard=true (the state is exact, the order of the data changes)"
+            f"checkpoint {saved.step} was written by {was}, this run has {now}; {way}, "
+            f"or pass checkpoint.allow_reshard=true ({cost})"
         )
     return True
 

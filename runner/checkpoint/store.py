@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -87,6 +88,16 @@ class Store:
     def lacks(self, step: int, *, stopped: bool) -> bool:
         """Whether a run that ends at `step` should be on the disk and is not; a stopped one always should."""
         return (self.every > 0 or stopped) and step not in (self.resumed_step, self._saved_step)
+
+    def warnings(self) -> list[str]:
+        """Return a line if most of the steps that should stay for ever are never saved."""
+        if not self.every or not self.major_every or self.keep is None or self.major_every % self.every == 0:
+            return []
+        both = math.lcm(self.every, self.major_every)
+        return [
+            f"checkpoint.major_every={self.major_every} is no multiple of checkpoint.every={self.every}: "
+            f"only the checkpoints of steps {both}, {2 * both}, ... are kept for ever"
+        ]
 
     # ------------------------------------------------------------ restore
 

@@ -212,6 +212,10 @@ class Shards:
     def val(self, **where: Any) -> Stream:
         return self._splits.val(Where(**where))
 
+    def warnings(self) -> list[str]:
+        """Return a line if validation shards are trained on."""
+        return self._splits.warnings()
+
     def fingerprint(self) -> dict[str, Any]:
         tokenizer = self._tokenizer.fingerprint() if self._tokenizer is not None else None
         return self._splits.fingerprint() | {"tokenizer": tokenizer}

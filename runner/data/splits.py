@@ -106,6 +106,18 @@ class Splits:
             problems += scan_range(val + train, limit=self._vocab_size, budget_bytes=_SCAN_BYTES)
         return problems
 
+    def warnings(self) -> list[str]:
+        """Return a line if files of the validation split are files of the training split too."""
+        found = [inspect_shards(getattr(self.files, split), key=split)[0] for split in ("train", "val")]
+        train, val = ({shard.path.resolve() for shard in shards} for shards in found)
+        if not (both := sorted(train & val)):
+            return []
+        what = "it is" if len(both) == len(val) == 1 else f"{len(both)} of its {len(val)} shards are"
+        return [
+            f"data.val={self.files.val!r}: {what} trained on as well ({both[0].name}), so its loss tells "
+            "what the model remembers; give data.val shards of its own"
+        ]
+
     def train(self, where: Where) -> Stream:
         """Open the training stream."""
         reader = ShardReader(self._shards("train", where.shape), limit=self._vocab_size)
@@ -190,8 +202,9 @@ class Splits:
         shards, problems = inspect_shards(pattern, key=key)
         if not problems and rows_in(shards, shape.seq_len) == 0:
             most = max(shard.tokens for shard in shards)
+            what = "no shard for validation" if split == "val" else "no shard"
             problems.append(
-                f"{key}: no shard holds train.seq_len + 1 = {shape.seq_len + 1} tokens (most: {most}): "
+                f"{key}: {what} holds train.seq_len + 1 = {shape.seq_len + 1} tokens (most: {most}): "
                 "lower train.seq_len or provide more text"
             )
         return shards, problems

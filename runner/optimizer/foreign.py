@@ -51,7 +51,7 @@ class Foreign:
         self._optimizer: Any = None
         try:
             self._optimizer = build([group for group in groups if group["params"]])
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # torch's own checks raise either
             if whole:
                 text = str(error)
                 raise ValueError(text if text.startswith("optimizer") else f"optimizer: {text}") from error

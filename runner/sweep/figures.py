@@ -32,6 +32,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _curves(rate, curves, metric="train/lr", title="learning rate")
         rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         rate.set_xlabel("step")
+        told = False
         for line, metric, title in (
             (1, "val/loss", "validation loss"),
             (2, "train/loss", "training loss, smoothed"),
@@ -39,8 +40,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes = figure.add_subplot(grid[line, :])
             _curves(axes, curves, metric=metric, title=title)
             axes.set_ylabel("nats per token")
-            if line == 1 and axes.get_legend_handles_labels()[0]:
-                axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+            if not told and axes.get_legend_handles_labels()[0]:  # without validation the second has it
+                told = bool(axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8))
         axes.set_xlabel("step")
         figure.savefig(path)
 

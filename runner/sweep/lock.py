@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from runner.cli import ConfigError
+from runner.lock import UNLOCKED, try_lock
+
+log = logging.getLogger(__name__)
 
 _PATIENCE_S = 10.0
 
@@ -44,7 +47,8 @@ def _take(handle: int, folder: Path) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(handle):
+                log.warning(UNLOCKED, folder, "sweep.name")
             return
         except BlockingIOError:
             if time.monotonic() > deadline:

@@ -25,6 +25,7 @@ from runner.sweep.naming import Command
 from runner.sweep.settings import Sweep
 
 Job = Sequence[str]
+_PLACE = ("run.name", "run.root", "sweep.name", "sweep.root")
 
 
 class Composer:
@@ -212,7 +213,7 @@ def _lines(problems: Sequence[tuple[Cell, list[str]]], *, total: int) -> list[st
 
 
 def check_place(command: Command) -> None:
-    """Refuse names for single cells: they have numbers, which a repeated command finds again.
+    """Refuse names for single cells, which have numbers that a repeated command finds again, and `sweep.*`.
 
     Raises:
         ConfigError: naming the key.
@@ -220,8 +221,13 @@ def check_place(command: Command) -> None:
     problems = [
         f"{key}: a sweep's cells are folders 000, 001, ... of one folder and cannot have their own; give one "
         f"value, which names the sweep, or sweep over run.label"
-        for key in ("run.name", "run.root", "sweep.name", "sweep.root")
+        for key in _PLACE
         if key in command.swept
+    ]
+    problems += [
+        f"{key}: a setting of the sweep as a whole, which cells cannot differ in; give one value"
+        for key in sorted(command.swept.difference(_PLACE))
+        if key.split(".")[0] == "sweep"
     ]
     name, own = command.fixed.get("run.name"), command.fixed.get("sweep.name")
     if own is not None and name is not None and own != name:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from runner.arguments import home_paths
 from runner.command import leave, told
+from runner.lock import try_lock
 from runner.report import text_table
 from runner.sweep.naming import show
 from runner.sweep.rows import Row, read_rows
@@ -45,7 +45,7 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of a run folder."""
     try:
         with open(folder / ".lock", "rb") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try_lock(handle.fileno(), shared=True)
     except FileNotFoundError:
         return False
     except BlockingIOError:
