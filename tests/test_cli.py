@@ -72,7 +72,7 @@ MISTAKES = {
     "~train.steps": "~train.steps: scheduler.total_steps is made from it, so that it has to stay; set",
     "~optimizer.lr": "~optimizer.lr: scheduler.peak_lr is made from it",
     "~model.width": "model.width: is required, give it on the command line (model.width=...)",
-    "train.seq_len=100000000": "data: no shard holds train.seq_len + 1 = 100000001 tokens",
+    "train.seq_len=100000000": "data: no shard for validation holds train.seq_len + 1 = 100000001 tokens",
     "optimizer._target_=torch.optim.LBFGS": "optimizer._target_: torch.optim.LBFGS cannot train here: it",
     "optimizer._target_=torch.optim.Adm": "optimizer._target_: 'torch.optim' has no 'Adm' (did you mean Adam",
     "experiment=null": "experiment: null is what it is anyway; leave experiment=null out; choose one of",
