@@ -17,7 +17,7 @@ from runner.data.shard import read_header as header_of
 from runner.data.stream import Shape, ShardSource
 
 SHAPE = Shape(8, 1024)
-BATCHES = 2000
+TURNS, TURN = 50, 40  # batches; more than the loader reads at once
 
 
 def measure() -> list[Row]:
@@ -29,7 +29,7 @@ def measure() -> list[Row]:
         small = [_sparse(folder / "small.bin", tokens=2_000_000)]
         large = [_sparse(folder / f"large_{i:03d}.bin", tokens=MAX_SHARD_TOKENS) for i in range(25)]  # 107 GB
         rows = [_batch("4 MB", small), _batch("100 GB", large)]
-        how = "8 x 1024 tokens, median of 2000 on one thread, sparse files"
+        how = f"8 x 1024 tokens, median of {TURNS} turns of {TURN} on one thread, sparse files"
         ratio = rows[1].value / rows[0].value
         rows.append(Row("batch at 100 GB / at 4 MB", ratio, "x", 2.0, 1.5, how))
         for i in range(10_000):
@@ -47,14 +47,15 @@ def measure() -> list[Row]:
 
 
 def _batch(name: str, paths: list[Path]) -> Row:
-    source = ShardSource(ShardReader([header_of(path) for path in paths]), SHAPE, shuffle=True)
-    source.take()
+    loader = Loader(ShardSource(ShardReader([header_of(path) for path in paths]), SHAPE, shuffle=True))
+    loader.next()
     times = []
-    for _ in range(BATCHES):  # one by one: the loader would read a few at a time
+    for _ in range(TURNS):
         began = time.thread_time()
-        source.take()
-        times.append(time.thread_time() - began)
-    source.close()
+        for _ in range(TURN):
+            loader.next()
+        times.append((time.thread_time() - began) / TURN)
+    loader.close()
     return Row(f"a batch from {name}", 1e6 * float(np.median(times)), "us")
 
 

@@ -17,14 +17,15 @@ def zeros(numel: int, *, dtype: torch.dtype = torch.float32, device: torch.devic
     return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
 
-def pages(size: int) -> mmap.mmap:
-    """Return `size` bytes of zeros, taken at first use, in huge pages where the system has them.
+def pages(size: int, *, huge: bool = True) -> mmap.mmap:
+    """Return `size` bytes of zeros, taken at first use, in huge pages where they are wanted and there are any.
 
-    A direct write from huge pages takes a tenth of the processor time and half of the time on the disk.
+    A direct write from huge pages takes a tenth of the processor time and half of the time on the disk. But on
+    a virtual machine whose free memory went back to its host, the first use of one may take milliseconds.
     Raises OSError and ValueError as mmap does.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

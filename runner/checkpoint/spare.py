@@ -18,7 +18,10 @@ _LIMITS = (  # limit, use and the entry of memory.stat that can be dropped: vers
 
 
 class Spare:
-    """Page-aligned memory, kept from save to save. Pages are taken at their first use, from the end."""
+    """Page-aligned memory, kept from save to save. Pages are taken at their first use, from the end.
+
+    Small ones: training waits for a first use, and there are new pages to use for many saves.
+    """
 
     def __init__(self) -> None:
         self._pages: Bytes = np.empty(0, np.uint8)
@@ -32,7 +35,7 @@ class Spare:
         if len(self._pages) != size:
             self.close()
             try:
-                self._pages = np.frombuffer(arena.pages(size), np.uint8)
+                self._pages = np.frombuffer(arena.pages(size, huge=False), np.uint8)
             except (OSError, ValueError):  # a limit on address space, or nothing to copy
                 return size
             self._taken_from = size
