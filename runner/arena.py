@@ -18,10 +18,10 @@ def zeros(numel: int, *, dtype: torch.dtype = torch.float32, device: torch.devic
 
 
 def pages(size: int, *, huge: bool = True) -> mmap.mmap:
-    """Return `size` bytes of zeros, taken at first use, in huge pages where they are wanted and there are any.
+    """Return `size` bytes of zeros, taken at first use, in huge pages if they are wanted and there are any.
 
-    A direct write from huge pages takes a tenth of the processor time and half of the time on the disk. But on
-    a virtual machine whose free memory went back to its host, the first use of one may take milliseconds.
+    A direct write from huge pages takes a tenth of the processor time and half of the time on the disk. But
+    where a virtual machine's free memory went back to its host, the first use of one may take milliseconds.
     Raises OSError and ValueError as mmap does.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
