@@ -15,6 +15,7 @@ from runner.data.mt19937 import Twister, permutation
 from runner.data.shard import GPT2, HEADER_BYTES, HEADER_INTS, MAX_SHARD_TOKENS, ShardReader, find_shards
 from runner.data.shard import read_header as header_of
 from runner.data.stream import Shape, ShardSource
+from runner.job import keep_freed_memory
 
 SHAPE = Shape(8, 1024)
 TURNS, TURN = 50, 40  # batches; more than the loader reads at once
@@ -22,6 +23,7 @@ TURNS, TURN = 50, 40  # batches; more than the loader reads at once
 
 def measure() -> list[Row]:
     """Make sparse shards, read batches of 8 x 1024 tokens in shuffled order."""
+    keep_freed_memory()  # as a run does
     folder = FOLDER / "sparse"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
