@@ -95,7 +95,7 @@ def _lead(arguments: Sequence[str], *, leader: Leader | None) -> int:
 
 def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
     from runner.explain import explain, wrong_flag
-    from runner.stop import interruption
+    from runner.stop import heed, interruption
     from runner.sweep.cells import CellError
     from runner.unread import unread
 
@@ -117,10 +117,11 @@ def _run(arguments: Sequence[str], *, leader: Leader | None) -> int:
     except CellError:
         return 1
     except Exception as error:
-        if (signal := interruption(error)) is not None:
-            raise signal from None
+        if (came := interruption()) is not None:
+            raise came from None
         lines = explain(error, arguments)
         return _settle(error) if lines is None else _refuse(lines)
+    heed()
     codes = [_settle(outcome) for outcome in outcomes]
     return max(codes, default=0)
 
@@ -190,9 +191,12 @@ def start(cfg: Any, *, leader: Leader | None = None) -> Outcome:
 
     Raises:
         ConfigError: with every problem found; nothing was created then.
+        Interrupted: a signal came before anything was trained.
     """
     from runner.launch import launch
+    from runner.stop import heed
 
+    heed()
     return launch(resolve(cfg), leader=leader, spare=True)
 
 

@@ -23,7 +23,7 @@ from runner.opening import open_session
 from runner.progress import DivergedError
 from runner.ranks import ALONE, Place, join, meet
 from runner.session import Session
-from runner.stop import PREEMPTION, Stop
+from runner.stop import PREEMPTION, Stop, heed
 from runner.train import train
 from runner.watchdog import Watchdog
 
@@ -43,8 +43,10 @@ def run_rank(
 
     Raises:
         ConfigError: what the run folder or the data hold forbids this run; nothing was changed.
+        Interrupted: a signal came before this.
     """
     settle_process(config["run"])
+    heed()
     stop = Stop()
     watchdog = Watchdog(config["run"]["watchdog_s"], folder=dir, rank=place.rank)
     stop.install()

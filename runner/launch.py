@@ -127,7 +127,8 @@ def follow(place: Place) -> Outcome | int:
     news = hear(store)
     if news.config is None:
         return news.code
-    from runner.job import run_rank
+    with undisturbed():
+        from runner.job import run_rank
 
     with _one_voice(place, store):
         return run_rank(news.config, dir=Path(news.dir), place=place, store=store)

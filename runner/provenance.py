@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _PACKAGES = (
     "torch",
     "numpy",
@@ -39,6 +37,8 @@ def packages() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Describe the machine: host, processor, memory, GPUs."""
+    import torch  # here, as whoever only reads a manifest should neither wait for it nor be caught in it
+
     gpus = []
     if torch.cuda.is_available():
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

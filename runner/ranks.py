@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from runner.stop import undisturbed
+
 if TYPE_CHECKING:
     import torch
 
@@ -110,7 +112,8 @@ def meet(place: Place, *, listening: int | None = None) -> Any:
     Raises:
         ValueError: rank 0 cannot be reached, or its port is taken.
     """
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    with undisturbed():
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     hosts = place.rank == 0 and not place.hosted
     try:

@@ -34,13 +34,6 @@ class Interrupted(KeyboardInterrupt):
         self.number, self.code = number, 128 + number
 
 
-def interruption(error: BaseException | None) -> Interrupted | None:
-    """Return the signal behind an error: what it interrupts may fail in a way of its own."""
-    while error is not None and not isinstance(error, Interrupted):
-        error = error.__cause__ or error.__context__
-    return error
-
-
 class StartUp:
     """While a run starts, let a signal end what is under way as Ctrl-C does, so that it is undone.
 
@@ -54,6 +47,15 @@ class StartUp:
         self.noted: int | None = None
         self._since: float | None = None
         self._previous: dict[int, Any] = {}
+
+    @property
+    def interruption(self) -> Interrupted | None:
+        """Return the signal that came during this start, None if there was none or the start is over.
+
+        What it interrupted may have failed in a way of its own, or may have swallowed it: a library's
+        bare `except`, a destructor, a callback.
+        """
+        return None if self.over or self.noted is None else Interrupted(self.noted)
 
     def __enter__(self) -> StartUp:
         self._previous = {number: signal.signal(number, self) for number in handled()}
@@ -88,8 +90,23 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         start_up.busy = False
-    if start_up.noted is not None and not start_up.over:
-        raise Interrupted(start_up.noted)
+    heed()
+
+
+def interruption() -> Interrupted | None:
+    """Return the signal that came during the start that is under way; None if none is or none came."""
+    start_up = signal.getsignal(signal.SIGTERM)
+    return start_up.interruption if isinstance(start_up, StartUp) else None
+
+
+def heed() -> None:
+    """Go no further if a signal came during this start, whatever has become of the exception it raised.
+
+    Raises:
+        Interrupted: one came.
+    """
+    if (came := interruption()) is not None:
+        raise came
 
 
 def give_back(previous: Mapping[int, Any]) -> None:

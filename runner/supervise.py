@@ -20,7 +20,7 @@ from typing import IO, Any
 from runner.cli import ConfigError
 from runner.launch import Outcome, RankError
 from runner.ranks import Place
-from runner.stop import Interrupted, give_back, handled, held_back
+from runner.stop import Interrupted, give_back, handled, heed, held_back
 from runner.watchdog import HANG_CODE
 from runner.worker import Order, Report
 
@@ -160,6 +160,7 @@ def _forwarded(ranks: list[Rank]) -> Iterator[list[int]]:
         for rank in ranks:
             rank.signal(number)
 
+    heed()
     previous: dict[int, Any] = {number: signal.signal(number, forward) for number in handled()}
     try:
         yield received

@@ -65,8 +65,9 @@ def main() -> None:
 
 
 def _run(order: Order) -> Report:
+    start_up = StartUp()
     try:
-        with StartUp():
+        with start_up:
             let_through()
             with undisturbed():
                 from runner.job import run_rank
@@ -76,6 +77,8 @@ def _run(order: Order) -> Report:
     except ConfigError as error:
         return Report("config", time.monotonic(), lines=tuple(error.problems))
     except BaseException as error:
+        if (came := start_up.interruption) is not None:
+            return Report("interrupted", time.monotonic(), signal=came.number)
         at, lines = time.monotonic(), (fault_line(error),)
         return Report("error", at, lines=lines, trace=stack(error), follows=lacks_rank(error))
     return Report("outcome", time.monotonic(), outcome)

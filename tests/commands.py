@@ -33,7 +33,13 @@ def start(*arguments: str, cwd: Path, module: str = "runner") -> subprocess.Pope
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        preexec_fn=heard,
     )
+
+
+def heard() -> None:
+    """Hear SIGHUP again in a new process: the tests may run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def run(*arguments: str, cwd: Path, module: str = "runner", code: int = 0) -> str:

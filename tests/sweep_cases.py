@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.commands import SMALL, environment, run
+from tests.commands import SMALL, environment, heard, run
 
 # `rewind`: an interrupted cell's main.log can then be compared byte by byte.
 TINY = [*SMALL, "train.steps=60", "logger.llmc.on_resume=rewind", "checkpoint.every=10"]
@@ -29,6 +29,7 @@ def start(*arguments: str, cwd: Path, mark: str) -> subprocess.Popen[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        preexec_fn=heard,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -240,7 +241,12 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_version_help_and_config_need_no_torch(tmp_path: Path) -> None:
+def test_what_only_starts_or_refuses_a_run_needs_no_torch(tmp_path: Path) -> None:
+    """Slow, and fatal: a signal during an unguarded import of torch aborts the process."""
+    record = tmp_path / "outputs" / "done"
+    record.mkdir(parents=True)
+    ended = {"at": "2026-01-01", "status": "finished", "step": 3}
+    (record / "manifest.json").write_text(json.dumps({"config": {}, "sessions": [{"ended": ended}]}))
     code = (
         "import sys; from runner.cli import run_command\n"
         "sys.argv = ['runner', *sys.argv[1:]]\n"
@@ -252,6 +258,7 @@ def test_version_help_and_config_need_no_torch(tmp_path: Path) -> None:
         ("--version", f"runner {__version__}", 0),
         ("--help", "scheduler", 0),
         ("train.steps=-1", "must be >= 1", 2),
+        ("run.name=done", "holds the record of a run that finished at step 3", 2),
     ):
         process = subprocess.run(
             [sys.executable, "-c", code, argument],

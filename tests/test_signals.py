@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from runner.stop import Interrupted, StartUp, Stop, interruption, undisturbed
-from tests.commands import SMALL, run, start
+from runner.stop import Interrupted, StartUp, Stop, undisturbed
+from tests.commands import SMALL, environment, run, start
 from tests.rank_runs import (
     TWO,
     alive,
@@ -166,16 +168,41 @@ def test_a_signal_during_the_start_of_a_run_that_goes_on_costs_nothing(tmp_path:
     assert done_steps(folder) == [7, 14, 21, 28]
 
 
-def test_an_exception_that_a_signal_causes_elsewhere_is_the_signal_s() -> None:
+MISHAP = """
+import os, signal, sys
+from hydra._internal.config_loader_impl import ConfigLoaderImpl as Loader
+from runner import cli
+compose = Loader.load_configuration
+def composed(self, **given):
     try:
-        try:
-            raise Interrupted(signal.SIGTERM)
-        finally:
-            raise UnboundLocalError("what a library does with it")
-    except UnboundLocalError as error:
-        found = interruption(error)
-    assert found is not None
-    assert found.code == 143
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        if sys.argv.pop(1) == "transform":
+            raise AttributeError("what a library makes of it") from None
+    return compose(self, **given)
+Loader.load_configuration = composed
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["-m", "run.seed=1,2"], TWO])
+@pytest.mark.parametrize("mishap", ["swallow", "transform"])
+def test_a_signal_counts_whatever_a_library_does_with_it(
+    mishap: str, more: list[str], tmp_path: Path
+) -> None:
+    """Only the exception that a signal raises can be lost, in a bare `except` or a destructor."""
+    arguments = [mishap, *more, *STARTING]
+    process = subprocess.run(
+        [sys.executable, "-c", MISHAP, *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.stderr == "runner: SIGTERM: left before anything was trained\n"
+    assert process.returncode == 143
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_signal_waits_for_what_cannot_be_left_halfway() -> None:

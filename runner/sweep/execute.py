@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.rules import processes
-from runner.stop import give_back, handled
+from runner.stop import give_back, handled, heed
 from runner.sweep import cells
 from runner.sweep.cells import Cell, Result
 from runner.sweep.plan import placed
@@ -235,6 +235,7 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
+        heed()
         for number in handled():
             self._previous[number] = signal.signal(number, self._note)
         return self

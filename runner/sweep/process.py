@@ -10,6 +10,7 @@ from typing import Any
 from runner.cli import ConfigError
 from runner.fault import fault_line, stack
 from runner.launch import Outcome, RankError, launch
+from runner.stop import heed
 from runner.sweep.cells import Result, Status, write_result
 
 Config = dict[str, Any]
@@ -32,6 +33,7 @@ def run_cell(config: Config, folder: Path) -> int:
         sys.stderr.write(f"{error.trace}runner: error: {error}\n")
         return _fail(folder, code=error.code, message=str(error))
     except Exception as error:
+        heed()
         sys.stderr.write(f"{stack(error)}runner: error: {fault_line(error)}\n")
         return _fail(folder, code=1, message=fault_line(error))
     result = result_of(outcome)
