@@ -3,6 +3,7 @@
 The CPU's are compiled once per machine (`runner.native_build`). "update" is used only where
 `runner.optimizer.compiled` and `runner.norm` found it equal to their torch paths, bit for bit. "layers"
 (`runner.model.compiled`) agrees with torch to rounding, so every checkpoint says which of the two ran.
+"memory" (`runner.checkpoint.memory`) and "board" (`runner.parallel.board`) only move bits.
 `RUNNER_KERNELS=off` turns all kernels off.
 """
 
@@ -23,6 +24,7 @@ from runner import native_build
 _COSTS = {
     "update": "updates take about 20 times as long, same bits",
     "layers": "steps take longer",
+    "memory": "checkpoints hold training up a little longer",
     "board": "ranks agree by messages",
 }
 _log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ class Library(NamedTuple):
 
 
 @functools.cache
-def load(name: Literal["update", "layers", "board"]) -> Library | None:
+def load(name: Literal["update", "layers", "memory", "board"]) -> Library | None:
     """Return compiled kernels, or None where they are off or cannot be built (logged once)."""
     if os.environ.get("RUNNER_KERNELS", "on") == "off":
         return None

@@ -22,6 +22,7 @@ _FLAGS_END = ("-shared", "-fPIC", "-lm")
 _SOURCES = {
     "update": (_HERE / "update.c", ("-std=c11", "-ffp-contract=off")),
     "layers": (_HERE / "model" / "layers.c", ("-std=gnu11", "-ffp-contract=fast")),
+    "memory": (_HERE / "checkpoint" / "memory.c", ("-std=gnu11",)),
     "board": (_HERE / "parallel" / "board.c", ("-std=gnu11", "-ffp-contract=off")),
 }
 _begun: dict[str, Future[Path]] = {}
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 def begin() -> None:
     """Start compiling what is not there yet, beside whatever else a start takes; `built` waits for it."""
     if os.environ.get("RUNNER_KERNELS", "on") != "off":
-        for name in ("update", "layers"):
+        for name in ("update", "layers", "memory"):
             if name not in _begun:
                 _begun[name] = Future()
                 threading.Thread(target=_settle, args=(_begun[name], name), daemon=True).start()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.api import Event, Note, Removed, Saved
-from runner.checkpoint import disk, folder, load
+from runner.checkpoint import disk, folder, load, memory
 from runner.checkpoint.finite import first_non_finite
 from tests.checkpoint_cases import assert_same_snapshot, gpt2_snapshot
 from tests.test_checkpoint_store import flip, golden_live, make_store, names, save, texts, three
@@ -303,8 +303,13 @@ def test_huge_finite_weights_are_finite() -> None:
     assert first_non_finite(disk.memory(snapshot.weights), torch.float32) is None
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_first_non_finite_element_is_found(dtype: torch.dtype) -> None:
+def test_the_first_non_finite_element_is_found(
+    dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(memory, "_functions", lambda: None)
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     values[:4] = torch.tensor([0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
     assert first_non_finite(disk.memory(values), dtype) is None

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from runner import arena
 from runner.api import Event, Note, Saved, Snapshot
-from runner.checkpoint import disk, folder, spare
+from runner.checkpoint import disk, folder, memory, spare
 from runner.checkpoint.disk import Bytes
 from runner.checkpoint.pieces import Pieces
 from runner.checkpoint.spare import Spare
@@ -285,6 +286,21 @@ def test_memory_that_is_taken_is_used_again(monkeypatch: pytest.MonkeyPatch) -> 
     room.close()
     assert kept.tobytes() == b"abc"
     assert room.open(0, ranks=1) == 0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 4095, (1 << 20) + 7])
+def test_a_copy_is_the_bytes_and_touches_no_others(
+    size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(memory, "_functions", lambda: None)
+    data = torch.randint(0, 255, (size + 3,), dtype=torch.uint8)[3:].numpy()  # it may start anywhere
+    place = np.frombuffer(arena.pages(size + 4096), np.uint8)
+    place[:] = 255
+    memory.copy(data, place[:size])
+    assert place[:size].tobytes() == data.tobytes()
+    assert (place[size:] == 255).all()
 
 
 def test_live_memory_can_be_written_directly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from runner.api import Slot
 from runner.checkpoint.disk import Bytes
+from runner.checkpoint.memory import any_not_finite
 
 
 class NonFiniteError(ValueError):
@@ -23,6 +24,8 @@ def first_non_finite(data: Bytes, dtype: torch.dtype) -> int | None:
     the positive ones; unsigned, the largest shows the negative ones: two passes and no temporary.
     """
     width, infinity = _infinity(dtype)
+    if any_not_finite(data, width=width, infinity=infinity) is False:
+        return None
     signed, unsigned = data.view(f"<i{width}"), data.view(f"<u{width}")
     sign = 1 << (8 * width - 1)
     if not len(data) or (int(signed.max()) < infinity and int(unsigned.max()) < sign + infinity):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from runner import arena
 from runner.checkpoint.disk import Bytes
+from runner.checkpoint.memory import copy
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _LIMITS = (  # limit, use and the entry of memory.stat that can be dropped: version 2, version 1
@@ -44,10 +44,7 @@ class Spare:
     def copy(self, data: Bytes, *, at: int) -> Bytes:
         """Return a copy of `data`, placed `at` bytes from the start."""
         place = self._pages[at : at + len(data)]
-        if data.flags.writeable:  # a tensor's memory: by all threads, as the training loop waits for this
-            torch.from_numpy(place).copy_(torch.from_numpy(data))
-        else:
-            np.copyto(place, data)
+        copy(data, place)
         self._taken_from = min(self._taken_from, at)
         return place
 
