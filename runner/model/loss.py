@@ -19,10 +19,12 @@ from runner.model.tie import Head, Tie
 
 CHUNKS = {"cuda": 4096}
 """Tokens whose logits are made at a time: a GPU's products want many rows."""
-LOGITS = 1 << 25
-"""Bytes of logits that a CPU makes at a time, in as many chunks of equal size as that takes."""
-PART = 1 << 22
-"""Elements of the head's gradient that a CPU makes at a time before it adds them."""
+LOGITS = 1 << 24
+"""Logits that a CPU makes at a time, in as few and as even chunks as that takes."""
+BLOCK = 64
+"""Tokens of which a chunk is a multiple: a CPU's products cut their operands in blocks, odd ends are slow."""
+PART = 1 << 20
+"""Elements of the head's gradient that a CPU makes at a time before it adds them: they stay in its cache."""
 
 
 def head_loss(
@@ -86,10 +88,10 @@ def _losses(logits: Tensor, targets: Tensor, *, z_loss: float) -> tuple[Tensor, 
 
 
 def _even_chunk(x: Tensor, *, vocab: int) -> int:
-    """Return the size of the fewest chunks with few enough logits that the tokens can be cut into evenly."""
-    count = x.numel() // x.shape[-1]
-    limit = max(64, LOGITS // (vocab * product_dtype(x).itemsize))
-    return -(-count // max(1, -(-count // limit)))
+    """Return the size of the fewest chunks with few enough logits, even but for whole blocks."""
+    blocks = -(-(x.numel() // x.shape[-1]) // BLOCK)
+    limit = max(1, LOGITS // (vocab * BLOCK))
+    return BLOCK * max(1, -(-blocks // max(1, -(-blocks // limit))))
 
 
 class _ChunkedLoss(torch.autograd.Function):
