@@ -47,6 +47,17 @@ def bare_loop(w: Workload, threads: int, **options: bool) -> None:
     plain_loop(w, Gate(), **options)
 
 
+def bound_loop(w: Workload, threads: int) -> None:
+    """Do the matrix products of a step alone."""
+    import torch
+
+    from benchmarks.gate import Gate
+    from benchmarks.products import products_loop
+
+    torch.set_num_threads(threads)
+    products_loop(w, Gate())
+
+
 def library_loop(w: Workload, threads: int, *, library: str, bf16: bool) -> None:
     """Run a trainer of another library."""
     import torch
@@ -62,6 +73,7 @@ CONTENDERS: dict[str, Callable[[Workload, int], None]] = {
     "runner-bf16-no-wandb": functools.partial(runner_loop, precision="bf16", more=("~logger.wandb",)),
     **{f"kernels-{p}": functools.partial(kernels_loop, precision=p) for p in ("fp32", "bf16")},
     "kernels-bf16-again": functools.partial(kernels_loop, precision="bf16"),
+    "products-bf16": bound_loop,
     "nanogpt": functools.partial(bare_loop),
     "nanogpt-compiled": functools.partial(bare_loop, compiled=True),
     "compiled-bf16": functools.partial(bare_loop, compiled=True, fused=True, bf16=True),

@@ -11,6 +11,7 @@ from benchmarks.results import Row
 from benchmarks.workloads import WORKLOADS
 
 OURS = ("runner-bf16", "runner-fp32")
+BOUND = "products-bf16"
 PEERS = ("compiled-bf16", "lightning-fp32", "lightning-bf16", "hf-fp32", "hf-bf16")
 
 
@@ -36,7 +37,7 @@ def measure(*, threads: int, rounds: int, steps: dict[str, int]) -> list[Row]:
     rows = []
     for name, turn in steps.items():
         peers = [peer for peer in PEERS if missing(peer) is None]
-        names = [*OURS, "nanogpt", *peers]
+        names = [*OURS, BOUND, "nanogpt", *peers]
         laps, racers = race(names, name, threads=threads, rounds=rounds, steps=turn)
         rows += _rows(name, laps, racers, peers=peers, threads=threads)
     return rows
@@ -75,6 +76,8 @@ def _rows(
     slowest = max(range(len(others)), key=others.__getitem__)  # the peer that we lead by least
     text = f"{how}; the fastest: {('nanogpt', *peers)[slowest]}"
     rows.append(Row(f"{name}: bf16 / the fastest peer", others[slowest], "x", *goal.fastest, text))
+    bound = ratio(laps, BOUND, ("nanogpt", *peers)[slowest], metric=metric)
+    rows.append(Row(f"{name}: its products alone, bf16 / the fastest peer", bound, "x", how=text))
     rows += [
         Row(f"{name}: {p} / nanoGPT-style", ratio(laps, p, "nanogpt", metric=metric), how=how) for p in peers
     ]
