@@ -13,6 +13,8 @@ from benchmarks.workloads import WORKLOADS
 OURS = ("runner-bf16", "runner-fp32")
 BOUND = "products-bf16"
 PEERS = ("compiled-bf16", "lightning-fp32", "lightning-bf16", "hf-fp32", "hf-bf16")
+LARGE = {"L1024": ("compiled-bf16", "lightning-bf16")}
+"""Peers where not all fit into 24 GiB at once: those that are the fastest wherever all race."""
 
 
 class Goal(NamedTuple):
@@ -36,7 +38,7 @@ def measure(*, threads: int, rounds: int, steps: dict[str, int]) -> list[Row]:
     """Race on each workload of `steps` (name to steps per turn)."""
     rows = []
     for name, turn in steps.items():
-        peers = [peer for peer in PEERS if missing(peer) is None]
+        peers = [peer for peer in LARGE.get(name, PEERS) if missing(peer) is None]
         names = [*OURS, BOUND, "nanogpt", *peers]
         laps, racers = race(names, name, threads=threads, rounds=rounds, steps=turn)
         rows += _rows(name, laps, racers, peers=peers, threads=threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -63,15 +64,17 @@ class Racer:
 
     def run(self, steps: int) -> dict[str, Any]:
         """Run some steps; return their times."""
-        self._orders.write(f"{steps}\n")
-        self._orders.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, for want of memory perhaps
+            self._orders.write(f"{steps}\n")
+            self._orders.flush()
         result = self._result()
         self.peak_mb = result["peak_mb"]
         return result
 
     def close(self) -> None:
         """End the process."""
-        self._orders.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.close()
         self._process.wait(60)
         self._results.close()
         self._errors.close()
@@ -82,7 +85,8 @@ class Racer:
         if not line:
             self._errors.seek(0)
             text = self._errors.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"{self.name} ended: {text}")
+            code = self._process.wait(60)
+            raise RuntimeError(f"{self.name} ended with {code}: {text or 'no word (was there memory?)'}")
         result: dict[str, Any] = json.loads(line)
         return result
 
